@@ -1,0 +1,99 @@
+# Everything a developer runs. Needs make and Python 3.11 or newer, nothing else; `make` alone lists the targets.
+
+SHELL := /bin/bash
+.SHELLFLAGS := -eu -o pipefail -c
+MAKEFLAGS += --no-print-directory
+.DELETE_ON_ERROR:
+.DEFAULT_GOAL := help
+
+# The interpreter that makes the environment: the first on the PATH that is new enough. `make PYTHON=… dev` overrides.
+ifndef PYTHON
+PYTHON := $(shell for p in python3.11 python3.12 python3.13 python3 python; do \
+	"$$p" -c 'import sys; sys.exit(sys.version_info < (3, 11))' 2>/dev/null && { echo "$$p"; break; }; done)
+endif
+VENV := .venv
+BIN := $(VENV)/bin
+# Warnings of pip are about the machine's configuration, not about this project; errors still show.
+PIP := $(BIN)/python -m pip --disable-pip-version-check -qq
+LINKS := build/typing/keepstep
+PYTEST_ARGS ?=
+
+say = printf '%-8s%s\n' "$(1)" "$(2)"
+
+.PHONY: help dev test lint lint-ruff lint-types lint-imports lint-files lock clean
+
+help: ## this list
+	@printf 'Targets:\n'
+	@sed -n 's/^\([a-z][a-z-]*\):[^#]*## /\1\t/p' Makefile | while IFS=$$'\t' read -r name text; do \
+		printf '  %-8s%s\n' "$$name" "$$text"; done
+	@printf 'Variables: PYTHON (makes the environment), PYTEST_ARGS (make test PYTEST_ARGS="-k lease -x")\n'
+
+dev: $(VENV)/.installed $(LINKS) ## the environment in .venv: locked dependencies, Keepstep editable
+
+test: dev ## all tests, with PostgreSQL and Redis servers of their own
+	@$(call say,test,pytest $(PYTEST_ARGS))
+	@$(BIN)/python -m pytest $(PYTEST_ARGS)
+
+lint: lint-ruff lint-types lint-imports lint-files ## ruff, mypy --strict, the import contract, shell and container files
+
+lint-ruff: dev
+	@$(call say,lint,ruff)
+	@$(BIN)/ruff check --quiet --output-format concise .
+	@$(BIN)/ruff format --quiet --check . || { echo 'run: $(BIN)/ruff format .' >&2; exit 1; }
+
+# Links that lead nowhere check nothing and find nothing wrong, so the count must be that of the tree.
+lint-types: dev
+	@$(call say,lint,mypy --strict)
+	@cd build/typing && ../../$(BIN)/mypy --config-file ../../pyproject.toml --cache-dir ../../.mypy_cache -p keepstep \
+		2>&1 | sed -E 's,^keepstep/(store|runtime|tasks)/,\1/,' | tee mypy.txt
+	@files=$$(find keepstep store runtime tasks -name '*.py' | wc -l); \
+		grep -q "no issues found in $$files source files" build/typing/mypy.txt || { \
+		echo "mypy did not check the $$files files of the package: make clean dev, then again" >&2; exit 1; }
+
+lint-imports: dev
+	@$(call say,lint,import contract)
+	@cd build/typing && { out=$$(../../$(BIN)/lint-imports ../../pyproject.toml --no-cache 2>&1) || { echo "$$out"; exit 1; }; }; \
+		! grep -q 'Analyzed 0 files' <<<"$$out"
+
+lint-files: dev
+	@$(call say,lint,shell and container files)
+	@$(BIN)/shellcheck .ci/run
+	@$(BIN)/hadolint --no-color docker/Dockerfile
+	@$(BIN)/check-jsonschema --quiet --builtin-schema vendor.compose-spec docker/compose.yaml
+
+lock: dev ## resolve pyproject.toml afresh into requirements/*.lock (the only target that moves a version)
+	@$(call say,lock,requirements/)
+	@$(PIP) install 'uv>=0.5'
+	@compile="$(BIN)/uv pip compile --quiet --universal --python-version 3.11 --generate-hashes --no-header --no-annotate"; \
+		$$compile --upgrade pyproject.toml -o requirements/run.lock; \
+		$$compile --upgrade pyproject.toml -c requirements/run.lock --group dev -o requirements/dev.lock; \
+		$$compile --upgrade -c requirements/dev.lock --group build -o requirements/build.lock
+
+clean: ## remove what these targets made
+	@rm -rf $(VENV) build dist ./*.egg-info .mypy_cache .ruff_cache .pytest_cache .import_linter_cache .hypothesis
+
+# A changed lock makes a new environment, so that nothing stays behind from the one before.
+$(VENV)/.locked: requirements/dev.lock
+	@test -n '$(PYTHON)' || { echo 'Keepstep needs Python 3.11 or newer and finds none on the PATH:' \
+		'install one, or name it: make PYTHON=/path/to/python3.11 dev' >&2; exit 1; }
+	@'$(PYTHON)' -c 'import sys; sys.exit(sys.version_info < (3, 11))' || { \
+		echo "Keepstep needs Python 3.11 or newer; $(PYTHON) is $$('$(PYTHON)' -V 2>&1 || true)" >&2; exit 1; }
+	@$(call say,dev,$$('$(PYTHON)' -V) in $(VENV))
+	@rm -f $(VENV)/.locked $(VENV)/.installed
+	@'$(PYTHON)' -m venv --clear $(VENV)
+	@$(call say,dev,installing the locked packages ($(shell grep -c '^[a-z]' requirements/dev.lock); about a minute the first time))
+	@# The lock names every package, so nothing is left to resolve; pip check then says whether that is true.
+	@$(PIP) install --require-hashes --no-deps -r requirements/dev.lock
+	@touch $@
+
+$(VENV)/.installed: $(VENV)/.locked pyproject.toml
+	@$(call say,dev,installing Keepstep (editable))
+	@$(PIP) install --no-deps --no-build-isolation -e .
+	@$(BIN)/python -m pip --disable-pip-version-check check >/dev/null || $(BIN)/python -m pip check
+	@touch $@
+
+# Type checkers do not see through the import hook of an editable install; through links they see one package.
+$(LINKS): keepstep Makefile
+	@rm -rf $(LINKS) && mkdir -p $(LINKS)
+	@for file in keepstep/*; do [[ $$file == */__pycache__ ]] || ln -s "../../../$$file" $(LINKS)/; done
+	@for folder in store runtime tasks; do ln -s "../../../$$folder" $(LINKS)/; done

@@ -1,0 +1,74 @@
+"""Keepstep: a durable runtime for AI agents on Celery and PostgreSQL.
+
+The names below load on first use, so that a producer service which only sends messages imports neither SQLAlchemy nor
+the runtime.
+"""
+
+from __future__ import annotations
+
+import importlib
+from typing import TYPE_CHECKING
+
+if TYPE_CHECKING:
+    from keepstep.client import Client, Receipt
+    from keepstep.runtime.context import AsyncContext, Context
+    from keepstep.runtime.effects import effect
+    from keepstep.runtime.graph import END, START, Goto, Graph, Send
+    from keepstep.runtime.policy import Retry
+    from keepstep.runtime.reader import Reader
+    from keepstep.runtime.state import add, append
+    from keepstep.runtime.waits import Decision, Signal
+
+__version__ = "0.1.0"
+
+_HOMES = {
+    "Client": "keepstep.client",
+    "Receipt": "keepstep.client",
+    "AsyncContext": "keepstep.runtime.context",
+    "Context": "keepstep.runtime.context",
+    "effect": "keepstep.runtime.effects",
+    "END": "keepstep.runtime.graph",
+    "START": "keepstep.runtime.graph",
+    "Goto": "keepstep.runtime.graph",
+    "Graph": "keepstep.runtime.graph",
+    "Send": "keepstep.runtime.graph",
+    "Retry": "keepstep.runtime.policy",
+    "Reader": "keepstep.runtime.reader",
+    "add": "keepstep.runtime.state",
+    "append": "keepstep.runtime.state",
+    "Decision": "keepstep.runtime.waits",
+    "Signal": "keepstep.runtime.waits",
+}
+
+__all__ = [
+    "END",
+    "START",
+    "AsyncContext",
+    "Client",
+    "Context",
+    "Decision",
+    "Goto",
+    "Graph",
+    "Reader",
+    "Receipt",
+    "Retry",
+    "Send",
+    "Signal",
+    "add",
+    "append",
+    "effect",
+]
+
+
+def __getattr__(name: str) -> object:
+    home = _HOMES.get(name)
+    if home is None:
+        message = f"module 'keepstep' has no attribute {name!r}"
+        raise AttributeError(message)
+    value = getattr(importlib.import_module(home), name)
+    globals()[name] = value
+    return value
+
+
+def __dir__() -> list[str]:
+    return sorted({*globals(), *_HOMES})

@@ -1,0 +1,356 @@
+"""The client: sends commands to a deployment's workers through its broker, and needs nothing else of it.
+
+Every verb is one JSON message (docs/messages.md). Having sent it is not having it accepted: a worker accepts a command
+by committing its row, and says so in a reply. Each command has an id and is idempotent, so it can be sent again.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+import threading
+import time
+from collections.abc import Mapping
+from contextlib import suppress
+from dataclasses import dataclass, field
+from typing import TYPE_CHECKING, Any, Literal, Self
+
+import kombu
+
+from keepstep import broker as brokers
+from keepstep import errors, ids
+from keepstep.jsonvalue import checked_json
+from keepstep.link import Link, Replies
+from keepstep.settings import Settings, load
+
+if TYPE_CHECKING:
+    import types
+
+_VERSION = 1
+_COLLECT_EVERY = 100
+_DECLARE_SECONDS = 60.0
+_RESEND_SECONDS_MIN = 0.5
+_RESEND_SECONDS_MAX = 5.0
+
+
+@dataclass(frozen=True)
+class Reply:
+    """What a worker said of a command that it accepted."""
+
+    id: str
+    """The command's id."""
+    thread_id: str | None
+    """The internal id of the thread that the command is about."""
+    run_id: str | None
+    """The run, for commands that make one."""
+    duplicate: bool
+    """The command had been accepted before; this time nothing was changed."""
+
+
+@dataclass(frozen=True)
+class Receipt:
+    """A command that was sent, which is not yet one that was accepted."""
+
+    id: str
+    """The command's id: a message with the same id is the same command."""
+    _replies: Replies = field(repr=False)
+
+    def accepted(self, timeout: float = 10.0) -> Reply:
+        """Wait up to `timeout` seconds until a worker has accepted the command, and return what it said.
+
+        Raises the worker's typed error when it refused, and `NotConfirmed` when none said anything in time. Replies
+        are kept for ten minutes.
+        """
+        reply = self._replies.wait(self.id, timeout)
+        if reply.get("status") != "accepted":
+            error = reply.get("error") or {}
+            raise errors.by_code(str(error.get("code")))(error.get("message"))
+        return Reply(self.id, reply.get("thread_id"), reply.get("run_id"), bool(reply.get("duplicate")))
+
+
+class Client:
+    """Sends commands; may be shared by threads and kept across a fork. Close it, or use it as a context manager.
+
+    `broker`, `tenant` and `settings` default to the deployment's settings. `timeout` bounds each verb, in seconds: in
+    that time the broker is tried again, then `BrokerUnavailable` is raised. With `confirm`, a verb returns when a
+    worker has accepted the command and raises the typed error when it was refused; until then the command is sent again
+    with the same id, and after `timeout` seconds `NotConfirmed` is raised.
+    """
+
+    def __init__(
+        self,
+        broker: str | None = None,
+        *,
+        tenant: str | None = None,
+        application: str = "default",
+        settings: Settings | None = None,
+        confirm: bool = False,
+        timeout: float = 5.0,
+    ) -> None:
+        settings = load() if settings is None else settings
+        self._url = settings.broker if broker is None else broker
+        brokers.kind_of(self._url)
+        self._queue = settings.queue
+        self._bytes_max = settings.message_bytes_max
+        self._tenant = ids.checked_name("tenant", settings.tenant if tenant is None else tenant)
+        self._application = ids.checked_name("application", application)
+        self._confirm = confirm
+        self._timeout = timeout
+        self._begin()
+
+    def _begin(self) -> None:
+        self._pid = os.getpid()
+        self._sending = threading.Lock()
+        self._link = Link(self._url, self._queue, self._timeout)
+        self._replies = Replies(self._url, self._queue, self._timeout)
+        self._commands = brokers.commands_queue(self._url, self._queue)
+        self._declared_on: Any = None
+        self._declare_at = 0.0
+        self._uncollected = 0
+
+    # --- verbs --------------------------------------------------------------------------------------------------------
+
+    def start(
+        self,
+        graph: str,
+        thread: str,
+        input: Mapping[str, Any],  # noqa: A002  the design's word
+        *,
+        request_id: str | None = None,
+        if_running: Literal["queue", "reject"] = "queue",
+        step_limit: int | None = None,
+    ) -> Receipt:
+        """Give `thread` of `graph` an input, which makes a run; the thread is made when it is not there.
+
+        `input` is what JSON can say; the graph's state schema makes dates, decimals and so on of strings. Two starts
+        with one `request_id` are one run. `if_running` says what a thread does whose run has not ended.
+        """
+        return self._send(
+            "start",
+            graph=graph,
+            thread=thread,
+            application=self._application,
+            input=_object(input, "$.input"),
+            request_id=request_id,
+            if_running=_one_of("if_running", if_running, ("queue", "reject")),
+            step_limit=step_limit,
+        )
+
+    def decide(
+        self,
+        approval_id: str,
+        verdict: Literal["approve", "reject", "answer"],
+        *,
+        by: str,
+        arguments: Mapping[str, Any] | None = None,
+        answer: object = None,
+        comment: str | None = None,
+    ) -> Receipt:
+        """Decide an approval as the principal `by`. `arguments` are what is approved when it is not what was asked."""
+        fields: dict[str, Any] = {"answer": answer} if verdict == "answer" else {}
+        if arguments is not None:
+            fields["arguments"] = _object(arguments, "$.arguments")
+        return self._send(
+            "decide",
+            approval=approval_id,
+            verdict=_one_of("verdict", verdict, ("approve", "reject", "answer")),
+            by=by,
+            comment=comment,
+            nullable=fields,
+        )
+
+    def approve(
+        self, approval_id: str, *, by: str, arguments: Mapping[str, Any] | None = None, comment: str | None = None
+    ) -> Receipt:
+        """Approve what was asked, or `arguments` in its place."""
+        return self.decide(approval_id, "approve", by=by, arguments=arguments, comment=comment)
+
+    def reject(self, approval_id: str, *, by: str, comment: str | None = None) -> Receipt:
+        """Reject what was asked."""
+        return self.decide(approval_id, "reject", by=by, comment=comment)
+
+    def answer(self, approval_id: str, answer: object, *, by: str, comment: str | None = None) -> Receipt:
+        """Answer a question."""
+        return self.decide(approval_id, "answer", by=by, answer=answer, comment=comment)
+
+    def signal(
+        self,
+        thread: str,
+        name: str,
+        payload: object = None,
+        *,
+        graph: str | None = None,
+        key: str | None = None,
+        id: str | None = None,  # noqa: A002  the message's word
+    ) -> Receipt:
+        """Send `thread` the signal `name`. Two signals with one `id` are one."""
+        return self._send(
+            "signal",
+            id=id,
+            graph=graph,
+            thread=thread,
+            application=self._application,
+            name=name,
+            key=key,
+            nullable={"payload": payload},
+        )
+
+    def pause(
+        self, thread: str, *, graph: str | None = None, reason: str | None = None, by: str | None = None
+    ) -> Receipt:
+        """Let `thread` take no further step until it is resumed."""
+        return self._control("pause", thread, graph=graph, reason=reason, by=by)
+
+    def resume(
+        self, thread: str, *, graph: str | None = None, reason: str | None = None, by: str | None = None
+    ) -> Receipt:
+        """Let a paused `thread` go on."""
+        return self._control("resume", thread, graph=graph, reason=reason, by=by)
+
+    def cancel(
+        self, thread: str, *, graph: str | None = None, reason: str | None = None, by: str | None = None
+    ) -> Receipt:
+        """End the run of `thread`."""
+        return self._control("cancel", thread, graph=graph, reason=reason, by=by)
+
+    def retry(
+        self,
+        thread: str,
+        *,
+        graph: str | None = None,
+        reason: str | None = None,
+        by: str | None = None,
+        step_limit: int | None = None,
+    ) -> Receipt:
+        """Let a failed `thread` try again, with another step limit when one is given."""
+        return self._control("retry", thread, graph=graph, reason=reason, by=by, step_limit=step_limit)
+
+    def _control(self, action: str, thread: str, **fields: Any) -> Receipt:
+        return self._send("control", action=action, thread=thread, application=self._application, **fields)
+
+    # --- sending ------------------------------------------------------------------------------------------------------
+
+    def _send(
+        self,
+        verb: str,
+        *,
+        id: str | None = None,  # noqa: A002  the message's word
+        nullable: Mapping[str, Any] | None = None,
+        **fields: Any,
+    ) -> Receipt:
+        """Send one command: `fields` that are None are left out, those of `nullable` are not."""
+        message = {
+            "v": _VERSION,
+            "verb": verb,
+            "id": ids.new_id() if id is None else id,
+            "tenant": self._tenant,
+            **{name: value for name, value in fields.items() if value is not None},
+            **(nullable or {}),
+        }
+        for name in ("id", "graph", "thread", "approval", "name", "key", "by", "request_id"):
+            if name in message:
+                ids.checked_name(name, message[name])
+        checked_json(message)
+        body = json.dumps(message, ensure_ascii=False, allow_nan=False, separators=(",", ":")).encode()
+        if len(body) > self._bytes_max:
+            text = f"the {verb} message has {len(body)} bytes; message_bytes_max allows {self._bytes_max}"
+            raise errors.TooLarge(text)
+        if os.getpid() != self._pid:
+            self._begin()  # a forked child must not talk on its parent's sockets
+        deadline = time.monotonic() + self._timeout
+        receipt = Receipt(message["id"], self._replies)
+        self._publish(receipt.id, body, deadline)
+        if self._confirm:
+            self._confirmed(receipt, body, deadline)
+        return receipt
+
+    def _publish(self, command_id: str, body: bytes, deadline: float) -> None:
+        if not self._sending.acquire(timeout=max(deadline - time.monotonic(), 0)):
+            message = f"the broker at {brokers.redacted(self._url)} has not taken another thread's message yet"
+            raise errors.BrokerUnavailable(message)
+        try:
+            self._link.run(lambda channel: self._publish_on(channel, command_id, body, deadline), deadline)
+            self._uncollected += 1
+            collect = self._uncollected >= _COLLECT_EVERY
+            if collect:
+                self._uncollected = 0
+        finally:
+            self._sending.release()
+        if collect:
+            self._replies.collect(deadline)
+
+    def _publish_on(self, channel: Any, command_id: str, body: bytes, deadline: float) -> None:
+        now = time.monotonic()
+        if self._declared_on is not channel or now >= self._declare_at:
+            # The reply queue vanishes when nobody uses it, and declaring it is a use.
+            for queue in (self._commands, brokers.replies_queue(self._replies.name)):
+                queue(channel).declare()
+            self._declared_on, self._declare_at = channel, now + _DECLARE_SECONDS
+        kombu.Producer(channel, auto_declare=False).publish(
+            body,
+            exchange="",
+            routing_key=self._commands.name,
+            content_type="application/json",
+            content_encoding="utf-8",
+            correlation_id=command_id,
+            reply_to=self._replies.name,
+            delivery_mode="persistent",
+            confirm_timeout=max(deadline - now, 0.05),
+        )
+
+    def _confirmed(self, receipt: Receipt, body: bytes, deadline: float) -> None:
+        """Wait for the reply to a command, and send it again and again until there is one."""
+        pause = _RESEND_SECONDS_MIN
+        while True:
+            left = deadline - time.monotonic()
+            try:
+                receipt.accepted(min(pause, left) if left > pause else max(left, 0))
+            except errors.NotConfirmed:
+                if time.monotonic() + _RESEND_SECONDS_MIN / 2 >= deadline:
+                    message = (
+                        f"no worker has confirmed command {receipt.id} within {self._timeout:g} s: "
+                        "it may still be accepted later, and may be sent again with the same id"
+                    )
+                    raise errors.NotConfirmed(message) from None
+            else:
+                return
+            pause = min(pause * 2, _RESEND_SECONDS_MAX)
+            self._publish(receipt.id, body, deadline)
+
+    def close(self) -> None:
+        """Close the connections. What was sent stays sent; replies that nobody waited for are dropped."""
+        if os.getpid() != self._pid:
+            return
+        self._replies.close()
+        with self._sending:
+            if self._link.channel is not None:
+                # Tidying up; the queue would vanish by itself.
+                with suppress(Exception):
+                    self._link.channel.queue_purge(self._replies.name)
+                    self._link.channel.queue_delete(self._replies.name)
+            self._link.close()
+
+    def __enter__(self) -> Self:
+        return self
+
+    def __exit__(
+        self,
+        error_type: type[BaseException] | None,
+        error: BaseException | None,
+        traceback: types.TracebackType | None,
+    ) -> None:
+        self.close()
+
+
+def _object(value: object, path: str) -> dict[str, Any]:
+    if not isinstance(value, Mapping):
+        message = f"{path}: an object (a mapping) is needed, not a {type(value).__name__}"
+        raise errors.NotStorable(message)
+    return dict(value)
+
+
+def _one_of(name: str, value: str, allowed: tuple[str, ...]) -> str:
+    if value not in allowed:
+        message = f"{name} must be one of {', '.join(allowed)}"
+        raise errors.InvalidInput(message)
+    return value

@@ -1,0 +1,257 @@
+"""Every error Keepstep raises, as one tree.
+
+A class's docstring is the message used when it is raised without one. `code` is stable, machine-readable and what a
+refused command's reply, a thread's `error` column and the CLI's `--json` carry. `retryable` says whether sending or
+running the same thing again can help.
+"""
+
+from __future__ import annotations
+
+from typing import ClassVar
+
+
+class KeepstepError(Exception):
+    """Something went wrong in Keepstep."""
+
+    code: ClassVar[str] = "error"
+    retryable: ClassVar[bool] = False
+
+    def __init__(self, message: str | None = None) -> None:
+        super().__init__(message or (type(self).__doc__ or "").strip().splitlines()[0])
+
+    @property
+    def message(self) -> str:
+        """The error's text, without its type."""
+        return str(self.args[0])
+
+
+# --- what the caller said was wrong: nothing was written -------------------------------------------------------------
+
+
+class InvalidInput(KeepstepError):
+    """The input was refused; nothing was changed."""
+
+    code = "invalid_input"
+
+
+class GraphError(InvalidInput):
+    """The graph's definition does not hold together."""
+
+    code = "graph"
+
+
+class UnknownGraph(InvalidInput):
+    """No worker carries a graph of that name."""
+
+    code = "unknown_graph"
+
+
+class StateError(InvalidInput):
+    """A state or an update does not fit the graph's state schema."""
+
+    code = "state"
+
+
+class ConflictingWrites(StateError):
+    """Two node runs of one super-step wrote one key that has no reducer."""
+
+    code = "conflicting_writes"
+
+
+class NotStorable(InvalidInput):
+    """A value cannot be stored exactly; the message names its path."""
+
+    code = "not_storable"
+
+
+class TooLarge(InvalidInput):
+    """A value or a message is over its limit."""
+
+    code = "too_large"
+
+
+class InvalidMessage(InvalidInput):
+    """A message does not follow the contract."""
+
+    code = "invalid_message"
+
+
+class UnsupportedVersion(InvalidMessage):
+    """A message follows a version of the contract that this worker does not know."""
+
+    code = "unsupported_version"
+
+
+class InvalidSettings(InvalidInput):
+    """A setting is unknown or has a value that cannot be used."""
+
+    code = "invalid_settings"
+
+
+class NotFound(InvalidInput):
+    """There is nothing of that name or id."""
+
+    code = "not_found"
+
+
+class Ambiguous(InvalidInput):
+    """More than one thing answers to that name."""
+
+    code = "ambiguous"
+
+
+class Conflict(InvalidInput):
+    """The request contradicts what is already recorded."""
+
+    code = "conflict"
+
+
+class RunInProgress(Conflict):
+    """The thread has a run that has not ended."""
+
+    code = "run_in_progress"
+
+
+class ApprovalClosed(Conflict):
+    """The approval is no longer open."""
+
+    code = "approval_closed"
+
+
+class ApprovalExpired(ApprovalClosed):
+    """The approval's time has run out."""
+
+    code = "approval_expired"
+
+
+class WrongStatus(Conflict):
+    """The thread's status does not allow that."""
+
+    code = "wrong_status"
+
+
+# --- what happened to a step: recorded on the thread -------------------------------------------------------------------
+
+
+class StepError(KeepstepError):
+    """A super-step could not go on."""
+
+    code = "step"
+
+
+class NodeFailed(StepError):
+    """A node failed and has no attempts left."""
+
+    code = "node_failed"
+
+
+class NodeTimeout(StepError):
+    """A node ran longer than its timeout."""
+
+    code = "node_timeout"
+    retryable = True
+
+
+class StepLimit(StepError):
+    """The run reached its step limit."""
+
+    code = "step_limit"
+
+
+class EffectConflict(StepError):
+    """One effect key was used for different calls."""
+
+    code = "effect_conflict"
+
+
+class ThreadBlocked(StepError):
+    """The thread is blocked and needs an operator."""
+
+    code = "blocked"
+
+
+class EffectUnknown(ThreadBlocked):
+    """An effect was begun and nobody knows whether it happened."""
+
+    code = "effect_unknown"
+
+
+class Diverged(ThreadBlocked):
+    """A retry went another way than the attempt before it."""
+
+    code = "diverged"
+
+
+class WorkerLost(ThreadBlocked):
+    """The node killed its worker too often."""
+
+    code = "worker_lost"
+
+
+class HistoryCorrupt(ThreadBlocked):
+    """A stored checkpoint does not match its digest."""
+
+    code = "history_corrupt"
+
+
+class UnknownType(ThreadBlocked):
+    """Stored data names a type that the graph's schema does not declare."""
+
+    code = "unknown_type"
+
+
+class Undecided(KeepstepError):
+    """The run waits for something that nobody gave."""
+
+    code = "undecided"
+
+
+# --- the world around it ------------------------------------------------------------------------------------------------
+
+
+class StaleLease(KeepstepError):
+    """The lease was lost; this attempt writes nothing more."""
+
+    code = "stale_lease"
+
+
+class Unavailable(KeepstepError):
+    """Something Keepstep needs cannot be reached."""
+
+    code = "unavailable"
+    retryable = True
+
+
+class BrokerUnavailable(Unavailable):
+    """The broker cannot be reached."""
+
+    code = "broker_unavailable"
+
+
+class DatabaseUnavailable(Unavailable):
+    """The database cannot be reached."""
+
+    code = "database_unavailable"
+
+
+class NotConfirmed(Unavailable):
+    """No worker has confirmed the message in time; it may still be accepted later."""
+
+    code = "not_confirmed"
+
+
+class SchemaMismatch(KeepstepError):
+    """The database's schema is not the one this release knows."""
+
+    code = "schema_mismatch"
+
+
+def by_code(code: str) -> type[KeepstepError]:
+    """Return the error class of `code`, or `KeepstepError` when this release does not know it."""
+    todo: list[type[KeepstepError]] = [KeepstepError]
+    while todo:
+        candidate = todo.pop()
+        if candidate.code == code:
+            return candidate
+        todo.extend(candidate.__subclasses__())
+    return KeepstepError

@@ -1,0 +1,366 @@
+"""Commands: what producers and people ask for, accepted by one committed transaction each.
+
+Every command has an id; accepting it writes an audit row under that id, so that the same command twice, as brokers and
+resending clients deliver it, is one command.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import json
+from collections.abc import Callable
+from dataclasses import dataclass, field
+from typing import Any, Protocol
+
+import jsonschema
+
+from keepstep.errors import (
+    Ambiguous,
+    ApprovalClosed,
+    ApprovalExpired,
+    Conflict,
+    InvalidInput,
+    NotFound,
+    RunInProgress,
+    StateError,
+    TooLarge,
+    UnknownGraph,
+    WrongStatus,
+)
+from keepstep.ids import checked_name, new_id
+from keepstep.runtime import planner
+from keepstep.runtime.codec import view
+from keepstep.runtime.compiled import CompiledGraph
+from keepstep.runtime.environment import Runtime
+from keepstep.runtime.outcome import error_text
+from keepstep.store import signals, threads, waits
+from keepstep.store.engine import Transaction
+from keepstep.store.leases import Nudge
+from keepstep.store.schema import BLOCKED, ENDED, FAILED
+from keepstep.store.threads import NewRun, ThreadState
+from keepstep.store.waits import ApprovalState, DecisionState
+
+
+class StartMessage(Protocol):
+    """A request to give a thread a run; fields as in `docs/messages.md`."""
+
+    id: str
+    tenant: str
+    application: str
+    graph: str
+    thread: str
+    input: Any
+    request_id: str | None
+    if_running: str
+    step_limit: int | None
+
+
+class DecideMessage(Protocol):
+    """One person's word on an approval."""
+
+    id: str
+    tenant: str
+    approval: str
+    verdict: str
+    arguments: Any
+    answer: Any
+    by: str
+    comment: str | None
+
+
+class SignalMessage(Protocol):
+    """A named message to a thread."""
+
+    id: str
+    tenant: str
+    graph: str | None
+    thread: str
+    name: str
+    key: str | None
+    payload: Any
+
+
+class ControlMessage(Protocol):
+    """pause, resume, cancel or retry."""
+
+    id: str
+    tenant: str
+    graph: str | None
+    thread: str
+    action: str
+    by: str | None
+    reason: str | None
+    step_limit: int | None
+
+
+@dataclass(frozen=True, slots=True)
+class Accepted:
+    """A command whose row is committed."""
+
+    thread_id: str
+    run_id: str | None = None
+    duplicate: bool = False
+    """It had been accepted before; nothing was changed this time."""
+    nudges: list[Nudge] = field(default_factory=list)
+    """To be published now."""
+
+
+def accept(runtime: Runtime, message: Any) -> Accepted:
+    """Apply a command; return what was accepted, after its commit.
+
+    Raises the typed error that its sender is to get: `UnknownGraph`, `StateError`, `NotFound`, `Ambiguous`,
+    `Conflict` and its kinds; then nothing was written. Raises `DatabaseUnavailable` when nothing is known yet.
+    """
+    handlers: dict[str, Callable[[Runtime, Transaction, Any], Accepted]] = {
+        "start": _start,
+        "decide": _decide,
+        "signal": _signal,
+        "control": _control,
+    }
+    handler = handlers[message.verb]
+    with runtime.store.transaction() as transaction:
+        done = threads.audited(transaction, message.tenant, message.id)
+        if done is not None:
+            return Accepted(done, duplicate=True)
+        return handler(runtime, transaction, message)
+
+
+def _audit(transaction: Transaction, message: Any, thread_id: str, action: str, actor: str, detail: object) -> None:
+    threads.record_audit(
+        transaction,
+        tenant=message.tenant,
+        thread_id=thread_id,
+        actor=actor,
+        action=action,
+        command_id=message.id,
+        detail=json.dumps(detail, ensure_ascii=True, default=str),
+    )
+
+
+# --- start --------------------------------------------------------------------------------------------------------------
+
+
+def _start(runtime: Runtime, transaction: Transaction, message: StartMessage) -> Accepted:
+    for kind, name in (("thread", message.thread), ("application", message.application), ("tenant", message.tenant)):
+        checked_name(kind, name)
+    graph = _carried(runtime, message.graph)
+    version = graph.version if graph is not None else threads.version_carried(transaction, message.graph)
+    if version is None:
+        known = ", ".join(sorted({name for name, _ in runtime.graphs})) or "none"
+        text = f"no worker carries a graph named {message.graph!r} (this one carries: {known})"
+        raise UnknownGraph(text)
+    codec = runtime.plain_codec if graph is None else runtime.codec(graph)
+    stored = codec.encode(message.input, path="$.input")
+    asked = [message.graph, message.thread, message.application, message.input, message.step_limit]
+    digest = hashlib.blake2b(codec.encode(asked), digest_size=16).digest()
+    request_id = message.request_id or message.id
+    earlier = threads.run_of_request(transaction, message.tenant, request_id)
+    if earlier is not None:
+        if earlier.request_digest != digest:
+            text = f"request {request_id!r} was used before for another start"
+            raise Conflict(text)
+        return Accepted(earlier.thread_id, earlier.id, duplicate=True)
+    new = NewRun(new_id(), request_id, digest, stored, message.step_limit)
+    found = threads.by_name(transaction, message.tenant, message.application, message.graph, message.thread)
+    if found is None:
+        if graph is not None:
+            _check_input(graph, message.input)
+        thread_id = new_id()
+        nudge: Nudge | None = threads.create(
+            transaction,
+            thread_id=thread_id,
+            tenant=message.tenant,
+            application=message.application,
+            agent=message.graph,
+            name=message.thread,
+            graph_version=version,
+            lease_seconds=runtime.lease_seconds(runtime.settings.node_timeout_seconds),
+            first=new,
+        )
+    else:
+        thread_id = found.id
+        if found.status not in ENDED and message.if_running == "reject":
+            text = f"thread {message.thread!r} of graph {message.graph!r} has a run that has not ended ({found.status})"
+            raise RunInProgress(text)
+        if graph is not None:
+            graph.schema.fitted(message.input)
+        nudge = threads.add_run(transaction, found, version, new)
+    _audit(transaction, message, thread_id, "start", "producer", {"run": new.id})
+    return Accepted(thread_id, new.id, nudges=[nudge] if nudge else [])
+
+
+def _carried(runtime: Runtime, name: str) -> CompiledGraph | None:
+    """Return the graph of that name this process carries; of several versions the last one defined."""
+    found = [graph for (graph_name, _), graph in runtime.graphs.items() if graph_name == name]
+    return found[-1] if found else None
+
+
+def _check_input(graph: CompiledGraph, given: object) -> None:
+    """Refuse at the door what the first step would refuse."""
+    channels = graph.schema.initial(given)
+    planner.begin(graph, channels, key="")
+
+
+# --- decide -------------------------------------------------------------------------------------------------------------
+
+
+def _decide(runtime: Runtime, transaction: Transaction, message: DecideMessage) -> Accepted:
+    thread_id = waits.thread_of_approval(transaction, message.approval)
+    if thread_id is None:
+        text = f"there is no approval {message.approval!r}"
+        raise NotFound(text)
+    waits.lock_thread(transaction, thread_id)
+    found = waits.lock_approval(transaction, message.approval)
+    if found.tenant != message.tenant:
+        text = f"there is no approval {message.approval!r}"
+        raise NotFound(text)
+    stored = {
+        "verdict": message.verdict,
+        "arguments": message.arguments,
+        "answer": message.answer,
+        "by": message.by,
+        "comment": message.comment,
+    }
+    decision = DecisionState(message.id, message.by, message.verdict, runtime.plain_codec.encode(stored))
+    earlier = waits.decisions(transaction, found.id)
+    same = [each for each in earlier if each.by == message.by and each.payload == decision.payload]
+    if same:
+        return Accepted(thread_id, duplicate=True)
+    _check_decidable(transaction, found, earlier, message)
+    question = view(found.question)
+    _check_verdict(found, question, message)
+    waits.record_decision(transaction, found.id, found.tenant, decision)
+    status = _closes(found, earlier, message)
+    nudge = None if status is None else waits.close_approval(transaction, found.id, status, decision.payload)
+    detail = {"approval": found.id, "verdict": message.verdict, "closed": status is not None}
+    _audit(transaction, message, thread_id, "decide", message.by, detail)
+    return Accepted(thread_id, nudges=[nudge] if nudge else [])
+
+
+def _check_decidable(
+    transaction: Transaction, found: ApprovalState, earlier: list[DecisionState], message: DecideMessage
+) -> None:
+    if found.status == "open" and not found.expired:
+        if any(each.by == message.by for each in earlier):
+            text = f"{message.by} has decided approval {found.id!r} otherwise before"
+            raise Conflict(text)
+        return
+    others = ", ".join(waits.open_approvals(transaction, found.thread_id)) or "none"
+    if found.status == "expired" or (found.status == "open" and found.expired):
+        text = f"the time to decide approval {found.id!r} has run out (open approvals of its thread: {others})"
+        raise ApprovalExpired(text)
+    by = f" by {earlier[-1].by}" if earlier else ""
+    text = f"approval {found.id!r} is {found.status}{by} (open approvals of its thread: {others})"
+    raise ApprovalClosed(text)
+
+
+def _check_verdict(found: ApprovalState, question: Any, message: DecideMessage) -> None:
+    allowed = ("answer", "reject") if found.kind == "ask" else ("approve", "reject")
+    if message.verdict not in allowed:
+        text = f"approval {found.id!r} is a {found.kind} question: $.verdict must be one of {', '.join(allowed)}"
+        raise InvalidInput(text)
+    if message.arguments is not None and message.verdict != "approve":
+        text = "$.arguments: only an approval can edit the arguments"
+        raise InvalidInput(text)
+    schema = question.get("schema")
+    if message.verdict == "answer" and schema is not None:
+        problem = next(iter(jsonschema.Draft202012Validator(schema).iter_errors(message.answer)), None)
+        if problem is not None:
+            path = "".join(f"[{part}]" if isinstance(part, int) else f".{part}" for part in problem.absolute_path)
+            text = f"$.answer{path}: does not fit the question's schema ({problem.validator})"
+            raise StateError(text)
+
+
+def _closes(found: ApprovalState, earlier: list[DecisionState], message: DecideMessage) -> str | None:
+    """Return the status that this decision closes the approval with, None when more people must approve."""
+    if message.verdict == "reject":
+        return "rejected"
+    if message.verdict == "answer":
+        return "answered"
+    approved = {each.by for each in earlier if each.verdict == "approve"} | {message.by}
+    return "approved" if len(approved) >= found.quorum else None
+
+
+# --- signal -------------------------------------------------------------------------------------------------------------
+
+
+def _signal(runtime: Runtime, transaction: Transaction, message: SignalMessage) -> Accepted:
+    checked_name("a signal's name", message.name)
+    found = _one_thread(transaction, message.tenant, message.graph, message.thread)
+    if found.status in ENDED and not found.queued:
+        text = f"thread {message.thread!r} is {found.status}: nobody would ever ask for the signal"
+        raise WrongStatus(text)
+    stored = runtime.plain_codec.encode({"payload": message.payload, "key": message.key}, path="$.payload")
+    waiting = waits.wait_for_signal(transaction, found.id, message.name, message.key)
+    nudge = None
+    if waiting is not None:
+        nudge = waits.answer(transaction, waiting, stored)
+    else:
+        if signals.kept_count(transaction, found.id) >= runtime.settings.signals_kept_max:
+            text = f"thread {message.thread!r} has {runtime.settings.signals_kept_max} signals nobody has asked for"
+            raise TooLarge(text)
+        signals.keep_signal(
+            transaction,
+            tenant=found.tenant,
+            thread_id=found.id,
+            name=message.name,
+            key=message.key,
+            payload=stored,
+            ttl_seconds=runtime.settings.signal_ttl_seconds,
+        )
+    detail = {"name": message.name, "key": message.key, "delivered": waiting is not None}
+    _audit(transaction, message, found.id, "signal", "producer", detail)
+    return Accepted(found.id, nudges=[nudge] if nudge else [])
+
+
+def _one_thread(transaction: Transaction, tenant: str, graph: str | None, name: str) -> ThreadState:
+    """Return the one thread that a name (or an id) means, locked."""
+    found = [row for row in threads.named(transaction, tenant, name) if graph is None or row[2] == graph]
+    if not found:
+        of_graph = f" of graph {graph!r}" if graph is not None else ""
+        text = f"there is no thread {name!r}{of_graph}"
+        raise NotFound(text)
+    if len(found) > 1:
+        choices = ", ".join(f"{agent} ({application})" for _, application, agent in found)
+        text = f"several graphs have a thread {name!r}: {choices}; name the graph"
+        raise Ambiguous(text)
+    state = threads.by_id(transaction, found[0][0])
+    if state is None:
+        text = f"there is no thread {name!r}"
+        raise NotFound(text)
+    return state
+
+
+# --- control ------------------------------------------------------------------------------------------------------------
+
+
+def _control(_runtime: Runtime, transaction: Transaction, message: ControlMessage) -> Accepted:
+    found = _one_thread(transaction, message.tenant, message.graph, message.thread)
+    nudges: list[Nudge] = []
+    match message.action:
+        case "pause":
+            _refuse_ended(found, "paused")
+            threads.pause(transaction, found)
+        case "resume":
+            _refuse_ended(found, "resumed")
+            nudges = threads.resume(transaction, found)
+        case "cancel":
+            _refuse_ended(found, "cancelled", but=(FAILED,))
+            text = error_text({"code": "cancelled", "message": message.reason or "cancelled", "by": message.by})
+            threads.cancel(transaction, found, text)
+        case _:
+            if found.status not in (FAILED, BLOCKED):
+                text = f"thread {found.name!r} is {found.status}: only a failed or blocked one can be retried"
+                raise WrongStatus(text)
+            if not found.run_active:
+                text = f"thread {found.name!r} failed before its run began: start it again with input that fits"
+                raise WrongStatus(text)
+            nudges = threads.retry(transaction, found, message.step_limit)
+    _audit(transaction, message, found.id, message.action, message.by or "operator", {"reason": message.reason})
+    return Accepted(found.id, found.run_id, nudges=nudges)
+
+
+def _refuse_ended(found: ThreadState, what: str, *, but: tuple[str, ...] = ()) -> None:
+    if found.status in ENDED and found.status not in but:
+        text = f"thread {found.name!r} is {found.status} and cannot be {what}"
+        raise WrongStatus(text)

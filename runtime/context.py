@@ -1,0 +1,322 @@
+"""What a node is given besides its state: the way to the outside that is safe to retry.
+
+`Context` and `AsyncContext` have the same names over one implementation: the journal and the wait book do the work,
+and the two differ only in how they call what they are given.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import hashlib
+import inspect
+import time
+import uuid
+from collections.abc import Awaitable, Callable, Mapping, Sequence
+from dataclasses import dataclass, field
+from datetime import UTC, datetime, timedelta
+from functools import cached_property
+from typing import Any, TypeVar
+
+import structlog
+
+from keepstep.errors import InvalidInput
+from keepstep.runtime.codec import Codec
+from keepstep.runtime.effects import Call, Journal, Recorded, effect
+from keepstep.runtime.outcome import Parked
+from keepstep.runtime.waits import Decision, Question, Signal, WaitBook, gathered
+from keepstep.store.checkpoints import NewEvent
+
+R = TypeVar("R")
+
+
+@dataclass(frozen=True, slots=True)
+class Place:
+    """Which attempt of which node run this is."""
+
+    tenant: str
+    application: str
+    agent: str
+    thread: str
+    thread_id: str
+    run: str
+    """The run's id."""
+    checkpoint: str
+    """The id of the checkpoint the step runs from."""
+    step: str
+    """The step key."""
+    node: str
+    node_run: str
+    attempt: int
+    """1 for the first time the node's body is entered in this super-step."""
+
+
+@dataclass
+class Attempt:
+    """What an attempt collects while it runs."""
+
+    place: Place
+    journal: Journal
+    waits: WaitBook
+    codec: Codec
+    failures: Sequence[Mapping[str, Any]] = ()
+    events: list[NewEvent] = field(default_factory=list)
+    drawn: int = 0
+
+
+@effect(idempotent=True, name="keepstep.now")
+def _now() -> float:
+    return time.time()
+
+
+class _Facts:
+    """What a context knows without asking anybody."""
+
+    def __init__(self, attempt: Attempt) -> None:
+        self._attempt = attempt
+
+    @property
+    def thread(self) -> str:
+        """The thread's name."""
+        return self._attempt.place.thread
+
+    @property
+    def tenant(self) -> str:
+        """The thread's tenant."""
+        return self._attempt.place.tenant
+
+    @property
+    def run(self) -> str:
+        """The run's id."""
+        return self._attempt.place.run
+
+    @property
+    def checkpoint(self) -> str:
+        """The id of the checkpoint this super-step runs from."""
+        return self._attempt.place.checkpoint
+
+    @property
+    def step(self) -> str:
+        """The step key, the same on every retry and every worker."""
+        return self._attempt.place.step
+
+    @property
+    def node(self) -> str:
+        """The node's path in its graph."""
+        return self._attempt.place.node
+
+    @property
+    def attempt(self) -> int:
+        """How often the node's body was entered in this super-step, this time included: 1, 2, …."""
+        return self._attempt.place.attempt
+
+    @cached_property
+    def trace(self) -> str:
+        """The trace id of the run: 32 hexadecimal digits, as W3C Trace Context has them."""
+        return hashlib.blake2b(self._attempt.place.run.encode(), digest_size=16).hexdigest()
+
+    @property
+    def failures(self) -> list[dict[str, Any]]:
+        """Failures of the super-step before, of nodes with `on_error="continue"`: [{node, run, type, message}]."""
+        return [dict(failure) for failure in self._attempt.failures]
+
+    @cached_property
+    def log(self) -> Any:
+        """A structured logger that carries the ids of this attempt."""
+        place = self._attempt.place
+        return structlog.get_logger("keepstep.node").bind(
+            tenant=place.tenant,
+            thread=place.thread,
+            run=place.run,
+            step=place.step,
+            node=place.node_run,
+            attempt=place.attempt,
+            trace=self.trace,
+        )
+
+    def emit(self, event: object) -> None:
+        """Publish an event with the outcome of this attempt; an attempt that is retried publishes nothing.
+
+        Read it with `Reader.events`. Raises `NotStorable` naming the path of what cannot be stored.
+        """
+        payload = self._attempt.codec.encode(event, path="$event")
+        self._attempt.events.append(NewEvent(self._attempt.place.node_run, payload))
+
+    def _draw(self, kind: str) -> bytes:
+        """Return 32 bytes that are the same at this place on every retry, and nowhere else."""
+        place = self._attempt.place
+        number = self._attempt.drawn
+        self._attempt.drawn += 1
+        return hashlib.blake2b(
+            f"{place.step}\x1f{place.node_run}\x1f{kind}\x1f{number}".encode(), digest_size=32
+        ).digest()
+
+    def random(self) -> float:
+        """Return a random number from 0 to 1 that is the same on every retry. Not for secrets."""
+        return int.from_bytes(self._draw("random")[:7]) / (1 << 56)
+
+    def uuid(self) -> uuid.UUID:
+        """Return a UUID (version 8) that is the same on every retry."""
+        number = int.from_bytes(self._draw("uuid")[:16])
+        number = number & ~(0xF << 76) | 8 << 76
+        return uuid.UUID(int=number & ~(0b11 << 62) | 0b10 << 62)
+
+
+class Context(_Facts):
+    """The context of a sync node."""
+
+    def effect(self, fn: Callable[..., R], /, *args: Any, key: str | None = None, **kwargs: Any) -> R:
+        """Call a function that reaches outside, once: on a retry its recorded result is returned instead.
+
+        `key` names the call; without it the call is known by the function's name, its arguments and how often these
+        came before. A function with a parameter `idempotency_key` is given the call's key. Raises `EffectConflict` for
+        one key with other arguments, `EffectUnknown` (the thread is blocked) when an earlier attempt began the call and
+        left no result.
+        """
+        begun = self._attempt.journal.begin(fn, args, kwargs, key)
+        if isinstance(begun, Recorded):
+            return begun.result  # type: ignore[no-any-return]  # what fn returned before
+        try:
+            result = fn(*args, **kwargs, **begun.extra)
+        except Exception as error:
+            self._attempt.journal.fail(begun, error)
+            raise
+        if inspect.isawaitable(result):
+            message = f"effect {begun.declared.name!r} is async: use it in an async node, or give a plain function"
+            raise InvalidInput(message)
+        return self._attempt.journal.succeed(begun, result)  # type: ignore[no-any-return]  # result itself
+
+    def approve(
+        self,
+        question: str,
+        /,
+        *,
+        arguments: Any = None,
+        context: Any = None,
+        to: Sequence[str] | str | None = None,
+        quorum: int = 1,
+        expires: float | timedelta | None = None,
+        on_expiry: str = "reject",
+    ) -> Decision:
+        """Ask people for approval; the thread holds no worker until they have decided.
+
+        `arguments` are what is approved; an approver may edit them. `context` is shown beside them. `to` names roles or
+        people, `quorum` how many different people must approve; one rejection rejects. `expires`: seconds or timedelta;
+        then `on_expiry` is the verdict: `"reject"`, or `"fail"` raises `TimeoutError`.
+        """
+        return self._attempt.waits.decide(
+            Question("approve", question, arguments, context, to or (), quorum, expires, on_expiry)
+        )
+
+    def ask(
+        self,
+        question: str,
+        /,
+        *,
+        schema: Any = None,
+        context: Any = None,
+        to: Sequence[str] | str | None = None,
+        expires: float | timedelta | None = None,
+        on_expiry: str = "reject",
+    ) -> Decision:
+        """Ask people a question; `Decision.answer` is what they said.
+
+        `schema` is a type or a JSON schema that an answer must fit, checked before it is accepted.
+        """
+        asked = Question(
+            "ask", question, context=context, to=to or (), expires=expires, on_expiry=on_expiry, schema=schema
+        )
+        return self._attempt.waits.decide(asked)
+
+    def wait_signal(
+        self, name: str, /, *, key: str | None = None, timeout: float | timedelta | None = None
+    ) -> Signal | None:
+        """Wait for a named message to this thread; None when none has come in `timeout`. Early ones are kept."""
+        return self._attempt.waits.signal(name, key, timeout)
+
+    def sleep(self, duration: float | timedelta) -> None:
+        """Sleep without holding a worker: seconds or timedelta, days if need be."""
+        self._attempt.waits.sleep(duration)
+
+    def gather(self, *waits: Callable[[], Any]) -> list[Any]:
+        """Wait for several things at once: `ctx.gather(lambda: ctx.approve("A?"), lambda: ctx.ask("B?"))`.
+
+        All questions are asked together; the node goes on when all are answered. Returns the results in order.
+        """
+        results: list[Any] = []
+        parked: list[Parked] = []
+        for wait in waits:
+            try:
+                results.append(wait())
+            except Parked as signal:
+                parked.append(signal)
+        if parked:
+            gathered(parked)
+        return results
+
+    def now(self) -> datetime:
+        """Return the time (UTC), the same on every retry."""
+        return datetime.fromtimestamp(self.effect(_now), UTC)
+
+
+class AsyncContext(_Facts):
+    """The context of an async node: `Context`'s names, awaitable."""
+
+    async def effect(
+        self, fn: Callable[..., R | Awaitable[R]], /, *args: Any, key: str | None = None, **kwargs: Any
+    ) -> R:
+        """Call a function or coroutine function that reaches outside, once; see `Context.effect`."""
+        journal = self._attempt.journal
+        begun: Recorded | Call = await asyncio.to_thread(journal.begin, fn, args, kwargs, key)
+        if isinstance(begun, Recorded):
+            return begun.result  # type: ignore[no-any-return]  # what fn returned before
+        try:
+            if inspect.iscoroutinefunction(fn):
+                result = await fn(*args, **kwargs, **begun.extra)
+            else:
+                result = await asyncio.to_thread(fn, *args, **kwargs, **begun.extra)
+                if inspect.isawaitable(result):
+                    result = await result
+        except Exception as error:
+            await asyncio.to_thread(journal.fail, begun, error)
+            raise
+        return await asyncio.to_thread(journal.succeed, begun, result)  # type: ignore[no-any-return]  # result itself
+
+    @cached_property
+    def _sync(self) -> Context:
+        return Context(self._attempt)
+
+    async def approve(self, question: str, /, **options: Any) -> Decision:
+        """Ask people for approval; see `Context.approve`."""
+        return await asyncio.to_thread(self._sync.approve, question, **options)
+
+    async def ask(self, question: str, /, **options: Any) -> Decision:
+        """Ask people a question; see `Context.ask`."""
+        return await asyncio.to_thread(self._sync.ask, question, **options)
+
+    async def wait_signal(self, name: str, /, **options: Any) -> Signal | None:
+        """Wait for a named message to this thread; see `Context.wait_signal`."""
+        return await asyncio.to_thread(self._sync.wait_signal, name, **options)
+
+    async def sleep(self, duration: float | timedelta) -> None:
+        """Sleep without holding a worker; see `Context.sleep`."""
+        await asyncio.to_thread(self._sync.sleep, duration)
+
+    async def gather(self, *waits: Awaitable[Any]) -> list[Any]:
+        """Wait for several things at once: `await ctx.gather(ctx.approve("A?"), ctx.ask("B?"))`.
+
+        They are begun one after the other, so that each retry numbers them alike.
+        """
+        results: list[Any] = []
+        parked: list[Parked] = []
+        for wait in waits:
+            try:
+                results.append(await wait)
+            except Parked as signal:
+                parked.append(signal)
+        if parked:
+            gathered(parked)
+        return results
+
+    async def now(self) -> datetime:
+        """Return the time (UTC), the same on every retry."""
+        return datetime.fromtimestamp(await self.effect(_now), UTC)

@@ -1,0 +1,302 @@
+"""Effects: done once, or known to be unknown.
+
+Every call to the outside has an idempotency key that is the same on every retry: step key, node run, and the call's own
+id. A recorded result is returned and nothing is called. An effect that is safe to repeat (`idempotent`) is called and
+its result recorded: one write. Any other is at risk: an intent is recorded first, under the lease, and an intent
+without a result whose owner is gone blocks the thread, because nobody here knows whether it happened.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import functools
+import hashlib
+import inspect
+import threading
+import typing
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass
+from typing import Any, ParamSpec, TypeVar, overload
+
+from keepstep.errors import Diverged, EffectConflict, EffectUnknown, GraphError, InvalidInput, NodeTimeout
+from keepstep.ids import checked_name
+from keepstep.runtime.codec import Codec
+from keepstep.runtime.outcome import described, error_text
+from keepstep.store import effects as journal
+from keepstep.store.effects import EffectKey, EffectState
+from keepstep.store.engine import Store
+from keepstep.store.leases import Fence
+
+P = ParamSpec("P")
+R = TypeVar("R")
+
+_DECLARED = "__keepstep_effect__"
+
+
+@dataclass(frozen=True, slots=True)
+class EffectDeclaration:
+    """What a function says about itself as an effect."""
+
+    name: str
+    idempotent: bool
+
+
+@overload
+def effect(function: Callable[P, R], /) -> Callable[P, R]: ...
+
+
+@overload
+def effect(*, idempotent: bool = ..., name: str | None = ...) -> Callable[[Callable[P, R]], Callable[P, R]]: ...
+
+
+def effect(
+    function: Callable[..., Any] | None = None, /, *, idempotent: bool = False, name: str | None = None
+) -> Callable[..., Any]:
+    """Declare what a function does outside; call it by `ctx.effect(function, …)`.
+
+    `idempotent=True`: a read, or anything else that may safely happen twice; one journal write, no intent. Otherwise
+    the call is at risk: it is never repeated while its outcome is unknown. `name` (default: the function's) is part of
+    the idempotency key: keep it when the function is renamed.
+    """
+    if function is None:
+        return lambda decorated: _declared(decorated, idempotent=idempotent, name=name)
+    return _declared(function, idempotent=idempotent, name=name)
+
+
+def _declared(function: Callable[..., Any], *, idempotent: bool, name: str | None) -> Callable[..., Any]:
+    if not callable(function):
+        message = f"@effect decorates a function, not {function!r}"
+        raise GraphError(message)
+    known = name if name is not None else getattr(function, "__name__", "")
+    setattr(function, _DECLARED, EffectDeclaration(checked_name("an effect's name", known), idempotent))
+    return function
+
+
+def declaration_of(function: Callable[..., Any]) -> EffectDeclaration:
+    """Return what a function declares; one that declares nothing is at risk, under its own name."""
+    found = getattr(function, _DECLARED, None)
+    if isinstance(found, EffectDeclaration):
+        return found
+    inner = function.func if isinstance(function, functools.partial) else function
+    found = getattr(inner, _DECLARED, None)
+    if isinstance(found, EffectDeclaration):
+        return found
+    name = getattr(inner, "__name__", "")
+    if not name or name == "<lambda>":
+        message = (
+            "ctx.effect needs a named function: its name is part of the idempotency key; use def or @effect(name=…)"
+        )
+        raise InvalidInput(message)
+    return EffectDeclaration(name, idempotent=False)
+
+
+@functools.lru_cache(maxsize=4096)
+def _annotated_types(function: Callable[..., Any]) -> tuple[Any, ...]:
+    """Return what a function's annotations declare, so that its arguments and result can be stored."""
+    with contextlib.suppress(Exception):  # an annotation that cannot be resolved declares nothing
+        return tuple(typing.get_type_hints(inspect.unwrap(function)).values())
+    return ()
+
+
+@functools.lru_cache(maxsize=4096)
+def _wants_key(function: Callable[..., Any]) -> bool:
+    with contextlib.suppress(TypeError, ValueError):
+        return "idempotency_key" in inspect.signature(function).parameters
+    return False
+
+
+@dataclass(frozen=True, slots=True)
+class Recorded:
+    """An effect that has happened: its result as it was."""
+
+    result: Any
+
+
+@dataclass(frozen=True, slots=True)
+class Call:
+    """An effect to be performed now."""
+
+    key: EffectKey
+    declared: EffectDeclaration
+    digest: bytes
+    codec: Codec
+    extra: Mapping[str, Any]
+    """The idempotency key, for a function that takes one."""
+
+
+class Journal:
+    """The effects of one attempt of a node run: those its earlier attempts left, and those it asks for."""
+
+    def __init__(
+        self,
+        store: Store,
+        fence: Fence,
+        *,
+        tenant: str,
+        step: str,
+        run: str,
+        codec: Codec,
+        load: bool,
+        remaining: Callable[[], float],
+    ) -> None:
+        self._store = store
+        self._fence = fence
+        self._tenant = tenant
+        self._step = step
+        self._run = run
+        self._codec = codec
+        self._remaining = remaining
+        self._found: dict[str, EffectState] | None = None if load else {}
+        self._asked: set[str] = set()
+        self._under_way: set[str] = set()
+        self._occurrences: dict[str, int] = {}
+        self._lock = threading.RLock()
+
+    # --- performing -------------------------------------------------------------------------------------------------
+
+    def begin(
+        self, function: Callable[..., Any], arguments: tuple[Any, ...], named: Mapping[str, Any], key: str | None
+    ) -> Recorded | Call:
+        """Return an effect's recorded result, or the call to be made, its intent recorded when it is at risk."""
+        declared = declaration_of(function)
+        codec = self._codec.including(*_annotated_types(function))
+        digest = hashlib.blake2b(
+            codec.encode({"arguments": list(arguments), **named}, path=f"${declared.name}"), digest_size=16
+        ).digest()
+        call = self._call_id(declared, digest, key)
+        found = self._known().get(call)
+        if found is not None and found.state == journal.DONE:
+            self._same_call(found, declared, digest, key)
+            return Recorded(codec.decode(found.result or b""))
+        place = EffectKey(self._fence.thread_id, self._step, self._run, call)
+        if found is not None:
+            self._same_call(found, declared, digest, key)
+            if found.state == journal.INTENT and not declared.idempotent:
+                self._unknown(found)
+        if not declared.idempotent:
+            self.check_course(before=f"effect {declared.name!r}")
+            seconds = self._remaining()
+            if seconds <= 0:
+                message = f"effect {declared.name!r} was not begun: the node's time is over"
+                raise NodeTimeout(message)
+            self._store.patiently(
+                lambda: journal.begin(
+                    self._store,
+                    self._fence,
+                    place,
+                    tenant=self._tenant,
+                    name=declared.name,
+                    arguments_digest=digest,
+                    seconds=seconds,
+                )
+            )
+        with self._lock:
+            self._under_way.add(call)
+        extra = {"idempotency_key": f"{self._step}/{self._run}/{call}"} if _wants_key(function) else {}
+        return Call(place, declared, digest, codec, extra)
+
+    def succeed(self, call: Call, result: object) -> Any:
+        """Record an effect's result and return it.
+
+        When the result cannot be stored the intent stays without one: it did happen, and a retry must not repeat it.
+        """
+        stored = call.codec.encode(result, path=f"${call.declared.name}.result")
+        if call.declared.idempotent:
+            self._store.patiently(
+                lambda: journal.record(
+                    self._store,
+                    self._fence,
+                    call.key,
+                    tenant=self._tenant,
+                    name=call.declared.name,
+                    arguments_digest=call.digest,
+                    result=stored,
+                )
+            )
+        else:
+            self._store.patiently(
+                lambda: journal.finish(self._store, self._fence.nonce, call.key, state=journal.DONE, result=stored)
+            )
+        self._ended(call, journal.DONE, stored)
+        return result
+
+    def fail(self, call: Call, error: BaseException) -> None:
+        """Record that an effect failed: a known failure, which a retry of the node may try again."""
+        if not call.declared.idempotent:
+            text = error_text(described(error))
+            self._store.patiently(
+                lambda: journal.finish(self._store, self._fence.nonce, call.key, state=journal.FAILED, error=text)
+            )
+        self._ended(call, journal.FAILED, None)
+
+    def check_course(self, *, before: str) -> None:
+        """Raise `Diverged` when an earlier attempt did something at risk that this one has not asked for again.
+
+        Checked before a new effect at risk and when the node ends or parks: the attempt went another way, and what the
+        earlier one did may have to be undone by a person.
+        """
+        with self._lock:
+            left = [
+                state
+                for call, state in self._known().items()
+                if state.at_risk and state.state != journal.FAILED and call not in self._asked
+            ]
+        if left:
+            message = (
+                f"an earlier attempt did {left[0].name!r} ({left[0].call}), which this one has not asked for before "
+                f"{before}: the retry goes another way than the attempt before it"
+            )
+            raise Diverged(message)
+
+    # --- keys --------------------------------------------------------------------------------------------------------
+
+    def _known(self) -> dict[str, EffectState]:
+        with self._lock:
+            if self._found is None:
+                states = journal.of_run(self._store, self._fence.thread_id, self._step, self._run)
+                self._found = {state.call: state for state in states}
+            return self._found
+
+    def _call_id(self, declared: EffectDeclaration, digest: bytes, key: str | None) -> str:
+        with self._lock:
+            if key is not None:
+                call = f"{declared.name}:{checked_name('an effect key', key)}"
+                if call in self._under_way:
+                    message = f"effect key {key!r} of {declared.name!r} is being performed by another call of this node"
+                    raise EffectConflict(message)
+            else:
+                base = f"{declared.name}:{digest.hex()[:16]}"
+                occurrence = self._occurrences.get(base, 0)
+                if occurrence and f"{base}:{occurrence - 1}" in self._under_way:
+                    message = (
+                        f"effect {declared.name!r} is performed twice at once with equal arguments; which is the first "
+                        "depends on timing: give each an explicit key=…"
+                    )
+                    raise EffectConflict(message)
+                self._occurrences[base] = occurrence + 1
+                call = f"{base}:{occurrence}"
+            self._asked.add(call)
+            return call
+
+    def _ended(self, call: Call, state: str, result: bytes | None) -> None:
+        known, name, at_risk = self._known(), call.declared.name, int(not call.declared.idempotent)
+        with self._lock:
+            self._under_way.discard(call.key.call)
+            # A second call under the same explicit key in this attempt finds what the first one left.
+            known[call.key.call] = EffectState(
+                call.key.call, name, state, at_risk, call.digest, result, None, self._fence.nonce, 1
+            )
+
+    def _same_call(self, found: EffectState, declared: EffectDeclaration, digest: bytes, key: str | None) -> None:
+        if bytes(found.arguments_digest) != digest:
+            message = (
+                f"effect key {key!r} of {declared.name!r} was used with other arguments before; nothing was called"
+            )
+            raise EffectConflict(message)
+
+    def _unknown(self, found: EffectState) -> None:
+        message = (
+            f"effect {found.name!r} ({self._step}/{self._run}/{found.call}) was begun by an attempt that is gone and "
+            "left no result: it may have happened"
+        )
+        raise EffectUnknown(message)

@@ -1,0 +1,60 @@
+"""What a process runs steps with."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass, field
+from functools import cached_property
+
+from keepstep.runtime.codec import Codec
+from keepstep.runtime.compiled import CompiledGraph, Node
+from keepstep.runtime.types import TypeRegistry
+from keepstep.runtime.watchdog import Watchdog
+from keepstep.settings import Settings
+from keepstep.store.engine import Store
+from keepstep.store.leases import Nudge, Owner
+from keepstep.store.workers import carried_text
+
+
+@dataclass
+class Runtime:
+    """One process's store, graphs, settings, identity and way to the queue. Never shared across a fork."""
+
+    store: Store
+    graphs: Mapping[tuple[str, str], CompiledGraph]
+    """By (name, version)."""
+    settings: Settings
+    owner: Owner
+    publish: Callable[[Sequence[Nudge]], None]
+    """Puts nudges into the queue, after the commit that they follow; must not raise."""
+    end_process: Callable[[], None] | None = None
+    """Ends this process when a node cannot be ended otherwise; None where the process is not ours to end."""
+    watchdog: Watchdog = field(default_factory=Watchdog)
+    _codecs: dict[tuple[str, str], Codec] = field(default_factory=dict)
+
+    @cached_property
+    def carried(self) -> str:
+        """The graphs this process carries, as claims and sweeps spell them."""
+        return carried_text(list(self.graphs))
+
+    @cached_property
+    def plain_codec(self) -> Codec:
+        """A codec for values that came as JSON."""
+        return Codec(TypeRegistry(), format=self.settings.codec, value_bytes_max=self.settings.value_bytes_max)
+
+    def codec(self, graph: CompiledGraph) -> Codec:
+        """Return the codec of a graph's values."""
+        key = (graph.name, graph.version)
+        found = self._codecs.get(key)
+        if found is None:
+            found = Codec(graph.types, format=self.settings.codec, value_bytes_max=self.settings.value_bytes_max)
+            self._codecs[key] = found
+        return found
+
+    def timeout(self, node: Node) -> float:
+        """Return a node's timeout in seconds: its own, or the setting's."""
+        return self.settings.node_timeout_seconds if node.timeout is None else node.timeout
+
+    def lease_seconds(self, timeout: float) -> float:
+        """Return how long a lease lasts for a node of that timeout: its grace time, and twice for the way there."""
+        return timeout + 2 * self.settings.timeout_grace_seconds

@@ -1,0 +1,245 @@
+"""One node run: its attempts in this process, each with its time, its journal and its waits."""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import random
+import threading
+import time
+from collections.abc import Callable
+from dataclasses import dataclass
+from typing import Any
+
+import structlog
+from tenacity import RetryCallState, Retrying, retry_if_result
+
+from keepstep.errors import NodeTimeout, StaleLease, ThreadBlocked, Unavailable
+from keepstep.runtime import planner, settlement
+from keepstep.runtime.compiled import CompiledGraph, Node
+from keepstep.runtime.context import AsyncContext, Attempt, Context, Place
+from keepstep.runtime.effects import Journal
+from keepstep.runtime.environment import Runtime
+from keepstep.runtime.history import Channels
+from keepstep.runtime.outcome import Blocked, Done, Failed, NodeOverdue, Outcome, Parked, Retry, Waiting, described
+from keepstep.runtime.planner import Cursor, DueRun, NodeResult
+from keepstep.runtime.waits import WaitBook
+from keepstep.runtime.watchdog import alarm
+from keepstep.store import leases
+from keepstep.store import waits as stored_waits
+from keepstep.store.checkpoints import NewEvent
+from keepstep.store.leases import Claim
+
+log = structlog.get_logger("keepstep.step")
+_UNAVAILABLE_SECONDS = 1.0
+_loops = threading.local()
+
+
+@dataclass
+class NodeRun:
+    """A node run to be executed under a lease."""
+
+    graph: CompiledGraph
+    run: DueRun
+    claim: Claim
+    step: str
+    present: Callable[[], tuple[Any, Any]]
+    """Returns, afresh for each attempt, what the node is handed and what it is judged against (see `result_of`)."""
+    starts: int
+    failures: int
+    events: list[NewEvent]
+    """Filled by the attempt that counts."""
+
+    @property
+    def node(self) -> Node:
+        """The node."""
+        return self.graph.node_at(self.run.node)
+
+
+def of_state(graph: CompiledGraph, cursor: Cursor, run: DueRun, channels: Channels) -> Callable[[], tuple[Any, Any]]:
+    """Return how a node run due in a cursor sees its state."""
+    seen = planner.state_for(graph, cursor, run, channels)
+    return lambda: (planner.presented(graph, cursor, run, channels), seen)
+
+
+def execute(runtime: Runtime, node_run: NodeRun) -> Outcome:
+    """Run a node until its outcome is known: short retries here, everything longer is left to the database.
+
+    Raises `StaleLease` when the lease was lost, `Unavailable` when the database stayed away.
+    """
+    outcome = _attempt(runtime, node_run)
+    longest = runtime.settings.retry_in_place_seconds_max
+    if not _is_short(outcome, longest):
+        return outcome
+    first = [outcome]
+
+    def again() -> Outcome:
+        if first:
+            return first.pop()
+        # Counted before the body runs, so that a crash in it is not forgotten.
+        node_run.starts = leases.begin_attempt(runtime.store, node_run.claim.fence, failures=node_run.failures)
+        return _attempt(runtime, node_run)
+
+    retrying = Retrying(
+        retry=retry_if_result(lambda result: _is_short(result, longest)),
+        wait=_planned_wait,
+        sleep=time.sleep,
+    )
+    settled: Outcome = retrying(again)
+    return settled
+
+
+def _is_short(outcome: Outcome, longest: float) -> bool:
+    return isinstance(outcome, Retry) and outcome.delay_seconds <= longest
+
+
+def _planned_wait(state: RetryCallState) -> float:
+    result: Any = state.outcome.result() if state.outcome else None
+    return float(result.delay_seconds) if isinstance(result, Retry) else 0.0
+
+
+def _attempt(runtime: Runtime, node_run: NodeRun) -> Outcome:
+    """Enter the node's body once."""
+    node, claim, run = node_run.node, node_run.claim, node_run.run
+    timeout = runtime.timeout(node)
+    deadline = time.monotonic() + timeout
+    attempt = _prepared(runtime, node_run, deadline)
+    try:
+        given, seen = node_run.present()
+        with runtime.watchdog.watch(
+            timeout + runtime.settings.timeout_grace_seconds, lambda: _end_hung(runtime, node_run)
+        ):
+            returned = _called(node, given, attempt, timeout)
+            if time.monotonic() > deadline:
+                raise NodeOverdue  # noqa: TRY301  a node that could not be interrupted ends as one that was
+        result = planner.result_of(node_run.graph, run, returned, seen, given)
+        # Refused now, while the node can be named, and not when the whole step is committed.
+        attempt.codec.encode(result.to_plain().get("update", {}))
+        attempt.journal.check_course(before="its end")
+    except Parked as parked:
+        try:
+            attempt.journal.check_course(before="it parked")
+        except ThreadBlocked as error:
+            return Blocked(described(error, node=run.node, run=run.id))
+        node_run.events[:] = attempt.events
+        return Waiting(parked.waits)
+    except NodeOverdue:
+        error = NodeTimeout(f"node {run.id!r} ran longer than its timeout of {timeout:g} s")
+        return _failed(runtime, node_run, error, attempt)
+    except StaleLease:
+        raise
+    except ThreadBlocked as error:
+        return Blocked(described(error, node=run.node, run=run.id))
+    except Unavailable as error:
+        # The world's failure, not the node's: it costs no attempt.
+        return Retry(_UNAVAILABLE_SECONDS, node_run.failures, described(error, node=run.node, run=run.id))
+    except Exception as error:  # noqa: BLE001  user code may raise anything
+        return _failed(runtime, node_run, error, attempt)
+    except asyncio.CancelledError as error:
+        return _failed(runtime, node_run, error, attempt)
+    node_run.events[:] = attempt.events
+    return Done(result)
+
+
+def _prepared(runtime: Runtime, node_run: NodeRun, deadline: float) -> Attempt:
+    thread, fence, run = node_run.claim.thread, node_run.claim.fence, node_run.run
+    codec = runtime.codec(node_run.graph)
+    # A node run that is entered for the first time has no past that would have to be looked up.
+    load = node_run.starts > 1
+    checkpoints = node_run.claim.checkpoints
+    place = Place(
+        tenant=thread.tenant,
+        application=thread.application,
+        agent=thread.agent,
+        thread=thread.name,
+        thread_id=thread.id,
+        run=thread.run_id or "",
+        checkpoint=checkpoints[-1].id if checkpoints else "",
+        step=node_run.step,
+        node=run.node,
+        node_run=run.id,
+        attempt=node_run.starts,
+    )
+    journal = Journal(
+        runtime.store,
+        fence,
+        tenant=thread.tenant,
+        step=node_run.step,
+        run=run.id,
+        codec=codec,
+        load=load,
+        remaining=lambda: deadline - time.monotonic(),
+    )
+    book = WaitBook(codec, lambda: stored_waits.of_run(runtime.store, thread.id, node_run.step, run.id) if load else [])
+    return Attempt(place, journal, book, codec, run.failures)
+
+
+def _called(node: Node, given: object, attempt: Attempt, timeout: float) -> object:
+    function = node.function
+    if function is None:  # a subgraph has no body: the planner never makes it due
+        message = f"node {node.name!r} has no function"
+        raise TypeError(message)
+    if not node.is_async:
+        with alarm(timeout):
+            return function(given, Context(attempt))
+    return _event_loop().run(_in_time(function(given, AsyncContext(attempt)), timeout))
+
+
+async def _in_time(body: Any, timeout: float) -> object:
+    try:
+        async with asyncio.timeout(timeout) as limit:
+            return await body
+    except TimeoutError:
+        if limit.expired():
+            raise NodeOverdue from None
+        raise
+
+
+def _event_loop() -> asyncio.Runner:
+    """Return this thread's event loop: made once, so that clients which nodes keep open stay usable."""
+    runner: asyncio.Runner | None = getattr(_loops, "runner", None)
+    if runner is None:
+        runner = asyncio.Runner()
+        _loops.runner = runner
+    return runner
+
+
+def _failed(runtime: Runtime, node_run: NodeRun, error: BaseException, attempt: Attempt) -> Outcome:
+    node, run = node_run.node, node_run.run
+    node_run.failures += 1
+    text = described(error, node=run.node, run=run.id)
+    retriable = error if isinstance(error, Exception) else RuntimeError(str(error))
+    if node.retry.allows(retriable, node_run.failures):
+        delay = node.retry.wait(node_run.failures, random.random)
+        log.info(
+            "node_retry", run=run.id, failures=node_run.failures, delay_seconds=round(delay, 3), error=text["type"]
+        )
+        return Retry(delay, node_run.failures, text)
+    try:
+        attempt.journal.check_course(before="its failure")
+    except ThreadBlocked as diverged:
+        return Blocked(described(diverged, node=run.node, run=run.id))
+    if node.on_error == "continue":
+        node_run.events[:] = attempt.events
+        return Done(NodeResult(error=planner.failure_of(run, error)))
+    return Failed(node_run.failures, text)
+
+
+def _end_hung(runtime: Runtime, node_run: NodeRun) -> None:
+    """Write off an attempt that does not end, then the process it holds."""
+    if runtime.end_process is None:
+        return
+    run = node_run.run
+    message = f"node {run.id!r} ran longer than its timeout and did not end when told; its process was ended"
+    log.error("node_hung", thread=node_run.claim.thread.name, run=run.id)
+    error = NodeTimeout(message)
+    failures = node_run.failures + 1
+    with contextlib.suppress(Exception):  # the process is ended in any case; the lease's deadline covers the rest
+        text = described(error, node=run.node, run=run.id)
+        retry = node_run.node.retry
+        again = retry.allows(error, failures)
+        outcome: Outcome = (
+            Retry(retry.wait(failures, random.random), failures, text) if again else Failed(failures, text)
+        )
+        settlement.settle(runtime, node_run.claim, node_run.step, run.id, outcome, (), failures=failures)
+    runtime.end_process()

@@ -1,0 +1,169 @@
+"""`Graph.run`: a run from input to result in this process, for tests and notebooks.
+
+The same steps over the same store, in memory. Nothing is simulated but two things: the queue is a loop, and the clock,
+which jumps over waits, so that `ctx.sleep(days)` takes no time.
+"""
+
+from __future__ import annotations
+
+import os
+import time
+from collections.abc import Callable, Iterable, Mapping
+from dataclasses import dataclass
+from types import SimpleNamespace
+from typing import Any
+
+from keepstep import errors, settings
+from keepstep.errors import NodeFailed, Undecided
+from keepstep.ids import new_id
+from keepstep.runtime import commands, superstep
+from keepstep.runtime.compiled import CompiledGraph
+from keepstep.runtime.environment import Runtime
+from keepstep.runtime.history import restore
+from keepstep.runtime.reader import Approval, Reader, Thread
+from keepstep.store import migrate, sweep
+from keepstep.store.engine import Store
+from keepstep.store.leases import Nudge, Owner
+
+Decide = Callable[[Approval], Any]
+Decisions = Mapping[str, Any] | Iterable[Any] | Decide | None
+Signals = Mapping[str, Any] | Iterable[tuple[str, Any]] | None
+
+_THREAD = "run"
+
+
+@dataclass
+class _Clock:
+    """The store's time: the machine's, and what was skipped."""
+
+    skipped_seconds: float = 0.0
+
+    def __call__(self) -> float:
+        return time.time() + self.skipped_seconds
+
+
+def run_in_process(
+    graph: CompiledGraph,
+    given: object = None,
+    *,
+    decisions: Decisions = None,
+    signals: Signals = None,
+    step_limit: int | None = None,
+) -> Any:
+    """Run a graph to its end and return its final state, in the state type's shape.
+
+    `given` is plain data or an instance of the state type. `decisions` answers `ctx.approve` and `ctx.ask`: a mapping
+    from question to verdict, a list of verdicts in the order in which they are asked for, or a function from `Approval`
+    to verdict. A verdict is True or "approve", False or "reject", a dict {verdict, arguments, answer, by, comment}, or
+    for a question the answer itself. `signals`: a mapping from name to payload, or (name, payload) pairs; they are
+    there from the start. Raises `NodeFailed` (from the node's error text), `StepLimit`, the kinds of `ThreadBlocked`,
+    `StateError`, and `Undecided` when the run waits for something that was not given.
+    """
+    clock = _Clock()
+    store = Store.open("sqlite://", clock=clock)
+    try:
+        migrate.upgrade(store)
+        return _Run(graph, store, clock, decisions).to_end(given, signals, step_limit)
+    finally:
+        store.dispose()
+
+
+class _Run:
+    def __init__(self, graph: CompiledGraph, store: Store, clock: _Clock, decisions: Decisions) -> None:
+        self._compiled = graph
+        self._clock = clock
+        self._store = store
+        self._queue: list[Nudge] = []
+        name, version = graph.name, graph.version
+        self._runtime = Runtime(
+            store=store,
+            graphs={(name, version): self._compiled},
+            settings=settings.load(),
+            owner=Owner("in-process", os.getpid()),
+            publish=self._queue.extend,
+        )
+        self._reader = Reader(store=store)
+        self._decide = _decider(decisions)
+
+    def to_end(self, given: object, signals: Signals, step_limit: int | None) -> Any:
+        self._send("start", graph=self._compiled.name, thread=_THREAD, input=given, step_limit=step_limit)
+        pairs = signals.items() if isinstance(signals, Mapping) else signals or ()
+        for name, payload in pairs:
+            self._send("signal", graph=None, thread=_THREAD, name=name, key=None, payload=payload)
+        while True:
+            self._work()
+            thread = self._reader.get(_THREAD)
+            match thread.status:
+                case "done":
+                    return self._state(thread)
+                case "failed" | "blocked" | "cancelled":
+                    raise _error_of(thread)
+                case _:
+                    self._go_on(thread)
+
+    def _work(self) -> None:
+        while self._queue:
+            nudge = self._queue.pop(0)
+            if nudge.kind == "step":
+                superstep.run_step(self._runtime, nudge.thread_id, nudge.version)
+            else:
+                superstep.run_node(self._runtime, nudge.thread_id, nudge.seq, nudge.run, nudge.version)
+
+    def _go_on(self, thread: Thread) -> None:
+        """Answer what is asked, else let the time pass until something is due."""
+        for approval in self._reader.approvals():
+            verdict = self._decide(approval)
+            if verdict is not None:
+                self._send("decide", approval=approval.id, **_decision(approval, verdict))
+                return
+        due_at = self._reader.next_due(thread.id)
+        if due_at is None:
+            asked = ", ".join(repr(approval.question) for approval in self._reader.approvals())
+            message = f"the run waits for a decision on {asked}" if asked else "the run waits for a signal"
+            raise Undecided(f"{message}; give graph.run decisions=… or signals=…")
+        self._clock.skipped_seconds += max(0.0, due_at - self._clock())
+        self._queue += sweep.sweep(self._store, carried=self._runtime.carried, takeover=False, limit=1000)
+
+    def _send(self, verb: str, **fields: Any) -> None:
+        defaults: dict[str, Any] = {"verb": verb, "id": new_id(), "tenant": "default", "application": "default"}
+        if verb == "start":
+            defaults |= {"request_id": None, "if_running": "reject"}
+        accepted = commands.accept(self._runtime, SimpleNamespace(**{**defaults, **fields}))
+        self._queue += accepted.nudges
+
+    def _state(self, thread: Thread) -> Any:
+        rows = self._reader.head_rows(thread.id)
+        head = restore(self._runtime.codec(self._compiled), rows)
+        return self._compiled.schema.present(head.channels)
+
+
+def _error_of(thread: Thread) -> errors.KeepstepError:
+    error = thread.error or {}
+    kind = errors.by_code(str(error.get("code", "")))
+    message = str(error.get("message", ""))
+    if kind is NodeFailed:
+        message = f"node {error.get('run')!r} failed: {error.get('type')}: {message}"
+    return kind(message)
+
+
+def _decider(decisions: Decisions) -> Decide:
+    if decisions is None:
+        return lambda _approval: None
+    if callable(decisions):
+        return decisions
+    if isinstance(decisions, Mapping):
+        by_question: Mapping[str, Any] = decisions
+        return lambda approval: by_question.get(approval.question)
+    in_order = iter(decisions)
+    return lambda _approval: next(in_order, None)
+
+
+def _decision(approval: Approval, verdict: Any) -> dict[str, Any]:
+    fields: dict[str, Any] = {"arguments": None, "answer": None, "by": "graph.run", "comment": None}
+    if isinstance(verdict, Mapping) and "verdict" in verdict:
+        return {**fields, **verdict}
+    if approval.kind == "ask":
+        return {**fields, "verdict": "answer", "answer": verdict}
+    if isinstance(verdict, bool):
+        return {**fields, "verdict": "approve" if verdict else "reject"}
+    return {**fields, "verdict": verdict}

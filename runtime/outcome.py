@@ -1,0 +1,90 @@
+"""What came of a node run: data, not exception flow.
+
+`Parked` and `NodeOverdue` alone are raised, through user code; they are no `Exception`, so that a node's
+`except Exception` cannot swallow them.
+"""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Mapping
+from dataclasses import dataclass
+from typing import Any
+
+from keepstep.errors import KeepstepError
+from keepstep.runtime.planner import NodeResult
+from keepstep.store.outcomes import NewWait
+
+_MESSAGE_CHARACTERS_MAX = 4000
+
+
+@dataclass(frozen=True, slots=True)
+class Done:
+    """The node returned (or failed and is to be continued after)."""
+
+    result: NodeResult
+
+
+@dataclass(frozen=True, slots=True)
+class Waiting:
+    """The node asked for something that is not there yet; `waits` are those it asked for the first time."""
+
+    waits: tuple[NewWait, ...]
+
+
+@dataclass(frozen=True, slots=True)
+class Retry:
+    """The attempt failed and another one is allowed after a delay. `failures` counts this one, if it was one."""
+
+    delay_seconds: float
+    failures: int
+    error: Mapping[str, Any]
+
+
+@dataclass(frozen=True, slots=True)
+class Failed:
+    """The attempt failed and no other is allowed."""
+
+    failures: int
+    error: Mapping[str, Any]
+
+
+@dataclass(frozen=True, slots=True)
+class Blocked:
+    """Going on needs an operator."""
+
+    error: Mapping[str, Any]
+
+
+Outcome = Done | Waiting | Retry | Failed | Blocked
+
+
+class Parked(BaseException):
+    """Raised through a node that waits."""
+
+    def __init__(self, waits: tuple[NewWait, ...]) -> None:
+        super().__init__("the node waits; let this pass")
+        self.waits = waits
+
+
+class NodeOverdue(BaseException):
+    """Raised into a node whose time is over."""
+
+
+def described(error: BaseException, **ids: Any) -> dict[str, Any]:
+    """Return an error as it is kept: {code, type, message} and the ids of where it happened.
+
+    Of a user's exception the type and message are kept, never its traceback: frames hold values.
+    """
+    code = error.code if isinstance(error, KeepstepError) else "node_failed"
+    message = str(error)[:_MESSAGE_CHARACTERS_MAX]
+    return {"code": code, "type": type(error).__qualname__, "message": message, **ids}
+
+
+def error_text(error: Mapping[str, Any]) -> str:
+    r"""Return an error as the database's text columns hold it.
+
+    JSON with everything outside ASCII escaped: a NUL, which PostgreSQL refuses in text, stands as `\u0000`, and half a
+    surrogate pair as `\ud83d`.
+    """
+    return json.dumps(error, ensure_ascii=True, default=str)

@@ -1,0 +1,367 @@
+"""The reader: what threads are, were and wait for, from the database, without a graph and without a broker."""
+
+from __future__ import annotations
+
+import json
+import time
+from collections.abc import Mapping
+from dataclasses import dataclass
+from datetime import UTC, datetime
+from types import TracebackType
+from typing import Any, Self
+
+from keepstep import settings as settings_module
+from keepstep.errors import Ambiguous, InvalidInput, NotFound
+from keepstep.runtime import delta
+from keepstep.runtime.codec import view
+from keepstep.runtime.history import verify
+from keepstep.runtime.planner import HIDDEN
+from keepstep.settings import Settings
+from keepstep.store import views
+from keepstep.store.engine import Store
+from keepstep.store.leases import CheckpointRow
+from keepstep.store.schema import BLOCKED, ENDED
+from keepstep.store.views import AuditView, EffectView, NodeRunView, RunView, ThreadView, WaitView
+
+_POLL_SECONDS_MIN, _POLL_SECONDS_MAX = 0.02, 0.5
+
+
+@dataclass(frozen=True)
+class Thread:
+    """A thread's present."""
+
+    id: str
+    tenant: str
+    application: str
+    graph: str
+    name: str
+    version: str
+    """Of the graph."""
+    status: str
+    paused: bool
+    error: dict[str, Any] | None
+    """{code, message, type, node, run} of why it is blocked, failed or cancelled."""
+    seq: int
+    checkpoint: str | None
+    run: str | None
+    steps: int
+    """Super-steps of the present run."""
+    running_on: str | None
+    """The worker that holds the lease."""
+    row: ThreadView
+
+
+@dataclass(frozen=True)
+class Checkpoint:
+    """A checkpoint of a thread's history."""
+
+    id: str
+    seq: int
+    kind: str
+    """`input`, `step` or `edit`."""
+    at: datetime
+    run: str
+    parent: str | None
+    nodes: list[dict[str, Any]]
+    """{run, starts, failures} of the node runs whose work it holds."""
+    next: list[str]
+    """The node runs that were due after it."""
+    changed: list[str]
+    """The state keys it changed."""
+    meta: dict[str, Any]
+    digest: str
+
+
+@dataclass(frozen=True)
+class Approval:
+    """A question to people."""
+
+    id: str
+    thread: str
+    graph: str
+    thread_id: str
+    run: str
+    kind: str
+    """`approve` or `ask`."""
+    status: str
+    question: str
+    arguments: Any
+    context: Any
+    to: list[str]
+    quorum: int
+    expires_at: datetime | None
+    created_at: datetime
+    closed_at: datetime | None
+
+
+@dataclass(frozen=True)
+class Event:
+    """What a node told the world. `cursor` is where to read on."""
+
+    cursor: int
+    run: str | None
+    node: str
+    seq: int
+    payload: Any
+    at: datetime
+
+
+def _time(value: float | None) -> datetime | None:
+    return None if value is None else datetime.fromtimestamp(value, UTC)
+
+
+class Reader:
+    """Reads a deployment's database. Values are plain: what JSON cannot carry is shown as {"$": type, "v": …}."""
+
+    def __init__(
+        self,
+        database: str | None = None,
+        *,
+        tenant: str | None = None,
+        settings: Settings | None = None,
+        store: Store | None = None,
+    ) -> None:
+        chosen = settings if settings is not None else settings_module.load(database=database, tenant=tenant)
+        self.tenant = tenant or chosen.tenant
+        self._store = store if store is not None else Store.open(database or chosen.database)
+
+    def close(self) -> None:
+        """Close the database's connections."""
+        self._store.dispose()
+
+    def __enter__(self) -> Self:
+        """Return the reader; it is closed at the end of the block."""
+        return self
+
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+    ) -> None:
+        """Close it."""
+        self.close()
+
+    # --- threads ------------------------------------------------------------------------------------------------------
+
+    def get(self, thread: str, *, graph: str | None = None) -> Thread:
+        """Return a thread by name or id; raise `NotFound`, or `Ambiguous` when several graphs have one of that name."""
+        return _thread_of(self._one(thread, graph))
+
+    def threads(
+        self, *, graph: str | None = None, status: str | None = None, limit: int = 50, before: str | None = None
+    ) -> list[Thread]:
+        """Return threads, newest first; `before` is the id of the last one of the page before."""
+        rows = views.list_threads(self._store, self.tenant, agent=graph, status=status, limit=limit, before=before)
+        return [_thread_of(row) for row in rows]
+
+    def runs(self, thread: str, *, graph: str | None = None) -> list[RunView]:
+        """Return a thread's runs in order."""
+        return views.runs(self._store, self._one(thread, graph).id)
+
+    def node_runs(self, thread: str, *, graph: str | None = None) -> list[NodeRunView]:
+        """Return a thread's fanned-out node runs in order."""
+        return views.node_runs(self._store, self._one(thread, graph).id)
+
+    def effects(self, thread: str, *, graph: str | None = None) -> list[EffectView]:
+        """Return a thread's effects in order."""
+        return views.effects(self._store, self._one(thread, graph).id)
+
+    def waits(self, thread: str, *, graph: str | None = None) -> list[WaitView]:
+        """Return a thread's waits in order."""
+        return views.waits(self._store, self._one(thread, graph).id)
+
+    def audit(self, thread: str, *, graph: str | None = None) -> list[AuditView]:
+        """Return who asked for what of a thread, in order."""
+        return views.audits(self._store, self._one(thread, graph).id)
+
+    def wait(self, thread: str, timeout: float = 60.0, *, graph: str | None = None) -> Thread:
+        """Return the thread when it has ended or is blocked; raise `TimeoutError` after `timeout` seconds."""
+        deadline = time.monotonic() + timeout
+        pause = _POLL_SECONDS_MIN
+        while True:
+            found = self.get(thread, graph=graph)
+            if found.status in ENDED or found.status == BLOCKED:
+                return found
+            if time.monotonic() >= deadline:
+                message = f"thread {thread!r} is still {found.status} after {timeout:g} s"
+                raise TimeoutError(message)
+            time.sleep(min(pause, max(0.0, deadline - time.monotonic())))
+            pause = min(_POLL_SECONDS_MAX, pause * 1.5)
+
+    def _one(self, thread: str, graph: str | None) -> ThreadView:
+        found = [row for row in views.find_threads(self._store, self.tenant, thread) if graph in (None, row.agent)]
+        if not found:
+            of_graph = f" of graph {graph!r}" if graph is not None else ""
+            message = f"there is no thread {thread!r}{of_graph}"
+            raise NotFound(message)
+        if len(found) > 1:
+            choices = ", ".join(f"{row.agent} ({row.application})" for row in found)
+            message = f"several graphs have a thread {thread!r}: {choices}; name the graph"
+            raise Ambiguous(message)
+        return found[0]
+
+    # --- history ------------------------------------------------------------------------------------------------------
+
+    def history(self, thread: str, *, graph: str | None = None) -> list[Checkpoint]:
+        """Return a thread's checkpoints in order; raise `HistoryCorrupt` when one is not what was written."""
+        row = self._one(thread, graph)
+        found = views.history(self._store, row.id, row.branch, 0, row.seq)
+        verify([checkpoint for checkpoint, _ in found])
+        return [_checkpoint_of(checkpoint, at) for checkpoint, at in found]
+
+    def state(self, thread: str, *, at: int | str | datetime | None = None, graph: str | None = None) -> dict[str, Any]:
+        """Return a thread's state: now, or at a seq, at a checkpoint's id, or at a time (aware)."""
+        row = self._one(thread, graph)
+        seq = self._seq(row, at)
+        if seq < 0:
+            return {}
+        first = views.snapshot_before(self._store, row.id, row.branch, seq)
+        found = views.history(self._store, row.id, row.branch, 0 if first is None else first, seq)
+        return plain_state([checkpoint for checkpoint, _ in found])
+
+    def _seq(self, row: ThreadView, at: int | str | datetime | None) -> int:
+        if at is None:
+            return row.seq
+        if isinstance(at, datetime):
+            if at.tzinfo is None:
+                message = "at: give a time with its zone"
+                raise InvalidInput(message)
+            found = views.seq_at(self._store, row.id, row.branch, at.timestamp())
+        elif isinstance(at, int):
+            found = at if 0 <= at <= row.seq else None
+        else:
+            found = views.seq_of(self._store, row.id, row.branch, at)
+        if found is None:
+            message = f"thread {row.name!r} has no checkpoint at {at}"
+            raise NotFound(message)
+        return found
+
+    def head_rows(self, thread_id: str) -> list[CheckpointRow]:
+        """Return the stored checkpoints from the last snapshot to the head, for a caller that has the graph."""
+        row = self._one(thread_id, None)
+        found = views.history(self._store, row.id, row.branch, row.snapshot_seq, row.seq)
+        return [checkpoint for checkpoint, _ in found]
+
+    # --- approvals and events -------------------------------------------------------------------------------------------
+
+    def approvals(
+        self,
+        *,
+        thread: str | None = None,
+        graph: str | None = None,
+        status: str | None = "open",
+        limit: int = 100,
+    ) -> list[Approval]:
+        """Return approvals, oldest first: open ones, or those of another status, or all (`status=None`)."""
+        thread_id = None if thread is None else self._one(thread, graph).id
+        rows = views.approvals(self._store, self.tenant, status=status, thread_id=thread_id, limit=limit)
+        found = []
+        for row in rows:
+            asked = view(row.question)
+            found.append(
+                Approval(
+                    row.id,
+                    row.thread,
+                    row.agent,
+                    row.thread_id,
+                    row.run,
+                    row.kind,
+                    row.status,
+                    asked["question"],
+                    asked["arguments"],
+                    asked["context"],
+                    asked["to"],
+                    row.quorum,
+                    _time(row.expires_at),
+                    datetime.fromtimestamp(row.created_at, UTC),
+                    _time(row.closed_at),
+                )
+            )
+        return found
+
+    def decisions(self, approval_id: str) -> list[dict[str, Any]]:
+        """Return the decisions on an approval in order: {id, by, verdict, arguments, answer, comment, at}."""
+        return [
+            {**view(row.payload), "id": row.id, "at": datetime.fromtimestamp(row.at, UTC)}
+            for row in views.decisions(self._store, approval_id)
+        ]
+
+    def events(self, thread: str, *, after: int = 0, limit: int = 1000, graph: str | None = None) -> list[Event]:
+        """Return a thread's events after a cursor, in order; none is missed and none comes twice."""
+        rows = views.events(self._store, self._one(thread, graph).id, after=after, limit=limit)
+        return [
+            Event(row.id, row.run_id, row.run, row.seq, view(row.payload), datetime.fromtimestamp(row.at, UTC))
+            for row in rows
+        ]
+
+    def next_due(self, thread_id: str) -> float | None:
+        """Return when time will wake a thread that waits (seconds since 1970), None when only people can."""
+        return views.next_due(self._store, thread_id)
+
+
+def _thread_of(row: ThreadView) -> Thread:
+    return Thread(
+        row.id,
+        row.tenant,
+        row.application,
+        row.agent,
+        row.name,
+        row.graph_version,
+        row.status,
+        row.control == "pause",
+        None if row.error is None else json.loads(row.error),
+        row.seq,
+        row.checkpoint_id,
+        row.run_id,
+        row.run_steps,
+        row.lease_worker,
+        row,
+    )
+
+
+def _checkpoint_of(row: CheckpointRow, at: float) -> Checkpoint:
+    meta = view(row.meta)
+    cursor = view(row.cursor)
+    changed = view(row.change) if row.change is not None else {}
+    keys: Mapping[str, Any] = view(row.snapshot) if row.change is None and row.snapshot is not None else changed
+    return Checkpoint(
+        row.id,
+        row.seq,
+        row.kind,
+        datetime.fromtimestamp(at, UTC),
+        row.run_id,
+        row.parent_id,
+        list(meta.get("nodes", [])),
+        due_names(cursor),
+        [key for key in keys if HIDDEN not in key] if row.parent_id is None or row.change is not None else [],
+        meta,
+        row.digest.hex(),
+    )
+
+
+def due_names(cursor: Mapping[str, Any]) -> list[str]:
+    """Return the names of the entries of a stored cursor that are due."""
+    from keepstep.runtime.planner import Cursor  # noqa: PLC0415
+
+    names: list[str] = []
+
+    def collect(entries: Any, prefix: str) -> None:
+        for entry in entries:
+            name = f"{prefix}{entry.id}"
+            if entry.frame is not None:
+                collect(entry.frame.entries, f"{name}/")
+            elif entry.done is None:
+                names.append(name)
+
+    collect(Cursor.from_plain(cursor).root.entries, "")
+    return names
+
+
+def plain_state(rows: list[CheckpointRow]) -> dict[str, Any]:
+    """Return the state at the last of some consecutive checkpoints that begin with a snapshot, as plain values."""
+    verify(rows)
+    state: dict[str, Any] = view(rows[0].snapshot or b"")
+    for row in rows[1:]:
+        if row.snapshot is not None:
+            state = view(row.snapshot)
+        elif row.change is not None:
+            state = delta.apply(state, view(row.change))
+    return {key: value for key, value in state.items() if HIDDEN not in key}

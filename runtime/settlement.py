@@ -1,0 +1,64 @@
+"""Writing down what came of a node run, when that is anything but the commit of the whole step."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+from keepstep.runtime.environment import Runtime
+from keepstep.runtime.outcome import Blocked, Done, Failed, Outcome, Retry, Waiting, error_text
+from keepstep.store import leases, outcomes
+from keepstep.store.checkpoints import NewEvent
+from keepstep.store.leases import Claim, Nudge
+from keepstep.store.schema import BLOCKED, DONE, FAILED
+
+PATIENCE_SECONDS = 600.0
+"""How long a finished attempt holds its result while the database is away."""
+
+
+def settle(
+    runtime: Runtime, claim: Claim, step: str, run: str, outcome: Outcome, events: Sequence[NewEvent], *, failures: int
+) -> list[Nudge]:
+    """Write a node run's outcome under its lease; return the nudges that follow from it.
+
+    Raises `StaleLease` when the lease is gone, also when the write had landed but its answer was lost: then the sweep
+    finds what is due.
+    """
+    nudge = runtime.store.patiently(
+        lambda: _written(runtime, claim, step, run, outcome, events, failures=failures), seconds=PATIENCE_SECONDS
+    )
+    return [] if nudge is None else [nudge]
+
+
+def _written(
+    runtime: Runtime, claim: Claim, step: str, run: str, outcome: Outcome, events: Sequence[NewEvent], *, failures: int
+) -> Nudge | None:
+    store, fence = runtime.store, claim.fence
+    match outcome:
+        case Waiting(waits):
+            return outcomes.park(store, fence, step=step, run=run, waits=waits, failures=failures, events=events)
+        case Retry(delay, counted, error):
+            text = error_text(error)
+            leases.postpone(store, fence, failures=counted, delay_seconds=delay, error=text)
+            return None
+        case Done(result) if fence.run is not None:
+            graph = runtime.graphs[claim.thread.agent, claim.thread.graph_version]
+            write = runtime.codec(graph).encode(result.to_plain())
+            return outcomes.finish_node(store, fence, status=DONE, write=write, failures=failures, events=events)
+        case Done():
+            message = "a step that is not fanned out ends by its commit"
+            raise TypeError(message)
+        case Failed(counted, error):
+            return _ended(runtime, claim, FAILED, error_text(error), counted, events)
+        case Blocked(error):
+            return _ended(runtime, claim, BLOCKED, error_text(error), failures, events)
+
+
+def _ended(
+    runtime: Runtime, claim: Claim, status: str, error: str, failures: int, events: Sequence[NewEvent]
+) -> Nudge | None:
+    if claim.fence.run is not None:
+        return outcomes.finish_node(
+            runtime.store, claim.fence, status=status, error=error, failures=failures, events=events
+        )
+    outcomes.stop(runtime.store, claim.fence, status=status, error=error, failures=failures, events=events)
+    return None

@@ -1,0 +1,447 @@
+"""One super-step, from the lease to the nudge of the next. Read it from the top.
+
+A step is reached by a nudge, which is only a hint: claiming the lease decides whether there is anything to do. From
+then on every write carries the lease's nonce. Killed at any line, the step is where its last committed write left it:
+the lease is released by whoever notices, and another worker begins again at the claim.
+"""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Mapping, Sequence
+from concurrent.futures import ThreadPoolExecutor
+from typing import Any
+
+import structlog
+
+from keepstep.errors import (
+    DatabaseUnavailable,
+    GraphError,
+    KeepstepError,
+    StaleLease,
+    StepError,
+    StepLimit,
+    ThreadBlocked,
+    WorkerLost,
+)
+from keepstep.runtime import planner
+from keepstep.runtime.compiled import CompiledGraph
+from keepstep.runtime.environment import Runtime
+from keepstep.runtime.execution import NodeRun, execute, of_state
+from keepstep.runtime.history import Channels, Head, describe, payload, restore
+from keepstep.runtime.outcome import Blocked, Done, Failed, Outcome, described, error_text
+from keepstep.runtime.planner import MISSING, Cursor, DueRun, NodeResult
+from keepstep.runtime.settlement import PATIENCE_SECONDS, settle
+from keepstep.store import checkpoints, leases, outcomes
+from keepstep.store.checkpoints import Committed, NewCheckpoint, NewEvent
+from keepstep.store.leases import Claim, Fence, Nudge
+from keepstep.store.outcomes import NUDGE_SECONDS, NewNodeRun
+from keepstep.store.schema import BLOCKED, DONE, FAILED, READY
+
+__all__ = ["Runtime", "run_node", "run_step"]
+
+log = structlog.get_logger("keepstep.step")
+
+
+def run_step(runtime: Runtime, thread_id: str, version: int) -> bool:
+    """Run a thread's due super-step; return whether there was one for this worker.
+
+    Nothing is raised for a thread that is busy, further on, paused or ended: the nudge was one too many. Raises
+    `DatabaseUnavailable` when the database stayed away; the sweep then finds the thread.
+    """
+    claim = leases.claim_thread(runtime.store, thread_id, version, owner=runtime.owner, carried=runtime.carried)
+    if claim is None:
+        return False
+    try:
+        nudges = _step(runtime, claim)
+    except StaleLease:
+        log.info("lease_lost", thread=claim.thread.name, step=_key(claim.fence))
+        return True
+    except DatabaseUnavailable:
+        raise
+    except Exception as error:  # noqa: BLE001  nothing may leave a thread leased and in nobody's hands
+        nudges = _stopped(runtime, claim, error)
+    runtime.publish(nudges)
+    return True
+
+
+def _step(runtime: Runtime, claim: Claim) -> list[Nudge]:
+    graph = runtime.graphs[claim.thread.agent, claim.thread.graph_version]
+    head = restore(runtime.codec(graph), claim.checkpoints) if claim.checkpoints else None
+    if head is None or not claim.thread.run_active:
+        begun = _begin_run(runtime, claim, graph, head)
+        if begun is None:
+            return []
+        claim, head = begun
+        if head.cursor.finished:
+            return []
+    _check_limits(runtime, claim, graph)
+
+    step = head.cursor.key or _key(claim.fence)
+    runs = planner.due(graph, head.cursor, head.channels)
+    if claim.thread.fanned:
+        return _join(runtime, claim, graph, head, runs)
+    if len(runs) > 1:
+        return _fan_out(runtime, claim, graph, step, runs)
+    return _run_alone(runtime, claim, graph, head, step, runs[0])
+
+
+def _key(fence: Fence) -> str:
+    return f"{fence.thread_id}/{fence.branch}/{fence.seq}"
+
+
+# --- a run begins -------------------------------------------------------------------------------------------------------
+
+
+def _begin_run(runtime: Runtime, claim: Claim, graph: CompiledGraph, head: Head | None) -> tuple[Claim, Head] | None:
+    """Commit the next queued run's input as a checkpoint and keep the lease for its first step."""
+    queued = checkpoints.next_run(runtime.store, claim.thread.id)
+    if queued is None:
+        message = "the thread is due and has no run"
+        raise ThreadBlocked(message)
+    try:
+        given = runtime.codec(graph).decode(queued.input)
+        channels = graph.schema.initial(given) if head is None else graph.schema.merge(head.channels, given)
+        cursor = planner.begin(graph, channels, key="")
+    except KeepstepError as error:
+        text = error_text(described(error))
+        outcomes.refuse_run(runtime.store, claim.fence, queued.id, text)
+        return None
+    claim = claim._replace(
+        thread=claim.thread._replace(run_id=queued.id, run_steps=0, step_limit=queued.step_limit, run_active=1)
+    )
+    committed, after = _commit(
+        runtime, claim, graph, head, channels, cursor, kind="input", keep_lease=not cursor.finished
+    )
+    fence = claim.fence
+    claim = Claim(
+        Fence(fence.thread_id, fence.nonce, fence.branch, fence.seq + 1),
+        claim.thread._replace(seq=after.seq, version=committed.version, fanned=0),
+        leases.Attempt(1, 0, 0, None),
+        None,
+        claim.checkpoints,
+    )
+    return claim, after
+
+
+def _check_limits(runtime: Runtime, claim: Claim, graph: CompiledGraph) -> None:
+    limit = _step_limit(runtime, claim, graph)
+    if claim.thread.run_steps >= limit:
+        raise _limit_reached(limit)
+    if claim.attempt.deaths >= runtime.settings.deaths_max and not claim.thread.fanned:
+        raise _deadly(claim)
+
+
+def _step_limit(runtime: Runtime, claim: Claim, graph: CompiledGraph) -> int:
+    return claim.thread.step_limit or graph.step_limit or runtime.settings.step_limit
+
+
+def _limit_reached(limit: int) -> StepLimit:
+    return StepLimit(f"the run reached its limit of {limit} steps; its state is kept: retry with a higher step limit")
+
+
+def _deadly(claim: Claim) -> WorkerLost:
+    where = claim.fence.run or "the step"
+    return WorkerLost(
+        f"{where} took its process down {claim.attempt.deaths} times (last: {claim.attempt.last_death}); retry gives it "
+        "another chance"
+    )
+
+
+# --- one node run -----------------------------------------------------------------------------------------------------
+
+
+def _run_alone(
+    runtime: Runtime, claim: Claim, graph: CompiledGraph, head: Head, step: str, run: DueRun
+) -> list[Nudge]:
+    started = time.time()
+    present = of_state(graph, head.cursor, run, head.channels)
+    events: list[NewEvent] = []
+    node_run = NodeRun(graph, run, claim, step, present, claim.attempt.starts, claim.attempt.failures, events)
+    outcome = execute(runtime, node_run)
+    if not isinstance(outcome, Done):
+        _report(claim, run.id, outcome)
+        return settle(runtime, claim, step, run.id, outcome, events, failures=node_run.failures)
+    ran = [_ran(run.id, node_run.starts, node_run.failures)]
+    return _advance(
+        runtime, claim, graph, head, {run.id: outcome.result}, ran=ran, events=events, started_at=started, step=step
+    )
+
+
+def _ran(run: str, starts: int, failures: int) -> dict[str, Any]:
+    return {"run": run, "starts": starts, "failures": failures} if failures else {"run": run, "starts": starts}
+
+
+def _report(claim: Claim, run: str, outcome: Outcome) -> None:
+    if isinstance(outcome, Failed | Blocked):
+        error = outcome.error
+        kind = "node_failed" if isinstance(outcome, Failed) else "node_blocked"
+        log.warning(kind, thread=claim.thread.name, run=run, error=error["type"], message=error["message"][:500])
+
+
+# --- several node runs --------------------------------------------------------------------------------------------------
+
+
+def _fan_out(runtime: Runtime, claim: Claim, graph: CompiledGraph, step: str, runs: Sequence[DueRun]) -> list[Nudge]:
+    """Give each node run a row and a lease of its own; run a few of them here, leave many to everybody."""
+    codec = runtime.codec(graph)
+    new = [
+        NewNodeRun(
+            run.id,
+            step,
+            run.node,
+            None if run.input is MISSING else codec.encode(run.input, path=f"${run.id}"),
+            runtime.lease_seconds(runtime.timeout(graph.node_at(run.node))),
+        )
+        for run in runs
+    ]
+    nudges = runtime.store.patiently(
+        lambda: outcomes.fan_out(runtime.store, claim.fence, new), seconds=PATIENCE_SECONDS
+    )
+    if len(runs) > _inline_max(runtime, graph):
+        return nudges
+    with ThreadPoolExecutor(len(runs), thread_name_prefix="keepstep-node") as pool:
+        found = list(pool.map(lambda nudge: _claim_and_run(runtime, nudge), nudges))
+    followed = [nudge for several in found for nudge in several]
+    joins = [nudge for nudge in followed if nudge.kind == "step"]
+    for nudge in joins:
+        run_step(runtime, nudge.thread_id, nudge.version)
+    return [nudge for nudge in followed if nudge.kind != "step"]
+
+
+def _inline_max(runtime: Runtime, graph: CompiledGraph) -> int:
+    if graph.fan_out is True:
+        return 0
+    if graph.fan_out is False:
+        return 1_000_000
+    return runtime.settings.parallel_inline_max if graph.fan_out is None else graph.fan_out
+
+
+def run_node(runtime: Runtime, thread_id: str, seq: int, run: str, version: int) -> bool:
+    """Run one fanned-out node run that is due; return whether there was one for this worker (see `run_step`)."""
+    nudge = Nudge("node", thread_id, version, seq, run)
+    nudges = _claim_and_run(runtime, nudge)
+    if nudges is None:
+        return False
+    runtime.publish(nudges)
+    return True
+
+
+def _claim_and_run(runtime: Runtime, nudge: Nudge) -> list[Nudge]:
+    claim = leases.claim_node(
+        runtime.store,
+        nudge.thread_id,
+        nudge.seq,
+        nudge.run,
+        nudge.version,
+        owner=runtime.owner,
+        carried=runtime.carried,
+    )
+    if claim is None or claim.node is None:
+        return []
+    step = claim.node.step
+    try:
+        return _node_run(runtime, claim, step)
+    except StaleLease:
+        log.info("lease_lost", thread=claim.thread.name, step=step, run=nudge.run)
+        return []
+    except DatabaseUnavailable:
+        raise
+    except Exception as error:  # noqa: BLE001  as in run_step
+        text = described(error, run=nudge.run)
+        failed = isinstance(error, KeepstepError) and not isinstance(error, ThreadBlocked | GraphError)
+        outcome: Outcome = Failed(claim.attempt.failures, text) if failed else Blocked(text)
+        _report(claim, nudge.run, outcome)
+        return settle(runtime, claim, step, nudge.run, outcome, (), failures=claim.attempt.failures)
+
+
+def _node_run(runtime: Runtime, claim: Claim, step: str) -> list[Nudge]:
+    graph = runtime.graphs[claim.thread.agent, claim.thread.graph_version]
+    if claim.attempt.deaths >= runtime.settings.deaths_max:
+        raise _deadly(claim)
+    run, present = _as_due(runtime, claim, graph)
+    events: list[NewEvent] = []
+    node_run = NodeRun(graph, run, claim, step, present, claim.attempt.starts, claim.attempt.failures, events)
+    outcome = execute(runtime, node_run)
+    _report(claim, run.id, outcome)
+    return settle(runtime, claim, step, run.id, outcome, events, failures=node_run.failures)
+
+
+def _as_due(runtime: Runtime, claim: Claim, graph: CompiledGraph) -> tuple[DueRun, Any]:
+    """Return a node run as the planner knows it, and how it sees its state."""
+    node, name = claim.node, claim.fence.run
+    if node is None or name is None:
+        message = "not a fanned-out node run"
+        raise TypeError(message)
+    codec = runtime.codec(graph)
+    if node.input is not None:
+        # A Send carries its own input: neither the state nor the cursor is loaded for it.
+        given = codec.decode(node.input)
+        run = DueRun(name, node.node, given, "")
+        return run, lambda: (codec.decode(node.input or b""), given)
+    head = restore(codec, claim.checkpoints)
+    for run in planner.due(graph, head.cursor, head.channels):
+        if run.id == name:
+            return run, of_state(graph, head.cursor, run, head.channels)
+    message = f"node run {name!r} is not due in the thread's cursor"
+    raise GraphError(message)
+
+
+def _join(runtime: Runtime, claim: Claim, graph: CompiledGraph, head: Head, runs: Sequence[DueRun]) -> list[Nudge]:
+    """Every node run has ended: put their pending writes together, or say which of them cannot go on."""
+    rows = outcomes.node_runs(runtime.store, claim.thread.id, claim.fence.branch, claim.fence.seq)
+    for status in (BLOCKED, FAILED):
+        ended = [row for row in rows if row.status == status]
+        if ended:
+            first = ended[0]
+            others = f" (and {len(ended) - 1} others)" if len(ended) > 1 else ""
+            _stop(runtime, claim, status, first.error or "{}", others)
+            return []
+    codec = runtime.codec(graph)
+    results = {row.run: NodeResult.from_plain(codec.decode(row.write or b"")) for row in rows}
+    missing = [run.id for run in runs if run.id not in results]
+    if missing:
+        message = f"node run {missing[0]!r} is due and was not fanned out"
+        raise StepError(message)
+    ran = [_ran(row.run, row.starts, 0) for row in rows]
+    return _advance(runtime, claim, graph, head, results, ran=ran, events=(), started_at=None, step=_key(claim.fence))
+
+
+# --- the commit -----------------------------------------------------------------------------------------------------------
+
+
+def _advance(
+    runtime: Runtime,
+    claim: Claim,
+    graph: CompiledGraph,
+    head: Head,
+    results: Mapping[str, NodeResult],
+    *,
+    ran: Sequence[Mapping[str, Any]],
+    events: Sequence[NewEvent],
+    started_at: float | None,
+    step: str,
+) -> list[Nudge]:
+    """Apply what the node runs wrote, plan what follows, commit, and return the nudge of the next step."""
+    cursor, channels = planner.advance(graph, head.cursor, head.channels, results, key="")
+    committed, _ = _commit(
+        runtime,
+        claim,
+        graph,
+        head,
+        channels,
+        cursor,
+        kind="step",
+        ran=ran,
+        events=events,
+        started_at=started_at,
+        # Only a node run that was entered before can have waits to be settled.
+        waits_of=step if claim.attempt.starts > 1 else None,
+    )
+    if committed.status != READY or committed.control == leases.PAUSE:
+        return []
+    return [Nudge("step", claim.thread.id, committed.version)]
+
+
+def _commit(
+    runtime: Runtime,
+    claim: Claim,
+    graph: CompiledGraph,
+    head: Head | None,
+    channels: Channels,
+    cursor: Cursor,
+    *,
+    kind: str,
+    ran: Sequence[Mapping[str, Any]] = (),
+    events: Sequence[NewEvent] = (),
+    started_at: float | None = None,
+    waits_of: str | None = None,
+    keep_lease: bool = False,
+) -> tuple[Committed, Head]:
+    thread, settings = claim.thread, runtime.settings
+    steps = thread.run_steps + (kind == "step")
+    status, error = (DONE, None) if cursor.finished else (READY, None)
+    limit = _step_limit(runtime, claim, graph)
+    if status == READY and kind == "step" and steps >= limit:
+        status, error = FAILED, error_text(described(_limit_reached(limit)))
+    meta = describe(graph_version=thread.graph_version, nodes=ran, worker=runtime.owner.worker, started_at=started_at)
+    new = payload(runtime.codec(graph), head, channels, cursor, meta, chain_max=settings.snapshot_steps_max)
+    committed = checkpoints.commit(
+        runtime.store,
+        claim.fence,
+        NewCheckpoint(
+            seq=claim.fence.seq,
+            id=new.id,
+            parent_id=None if head is None else head.checkpoint_id,
+            tenant=thread.tenant,
+            run_id=thread.run_id or "",
+            kind=kind,
+            change=new.change,
+            snapshot=new.snapshot,
+            cursor=new.cursor,
+            meta=new.meta,
+            digest=new.digest,
+            parent_digest=b"" if head is None else head.digest,
+            status=status,
+            error=error,
+            run_steps=steps,
+            lease_seconds=_next_lease_seconds(runtime, graph, cursor, channels),
+            nudge_seconds=NUDGE_SECONDS,
+            step_limit=thread.step_limit,
+            keep_lease=keep_lease,
+            events=events,
+            begins_run=kind == "input",
+            signals_of=waits_of,
+        ),
+        patience_seconds=PATIENCE_SECONDS,
+    )
+    after = Head(claim.fence.seq, new.id, channels, cursor, new.digest, 0, 0, 0)
+    if new.snapshot is not None:
+        after = Head(claim.fence.seq, new.id, channels, cursor, new.digest, 0, 0, len(new.snapshot))
+    elif head is not None:
+        size = head.chain_bytes + len(new.change or b"")
+        after = Head(
+            claim.fence.seq, new.id, channels, cursor, new.digest, head.chain_count + 1, size, head.snapshot_bytes
+        )
+    return committed, after
+
+
+def _next_lease_seconds(runtime: Runtime, graph: CompiledGraph, cursor: Cursor, channels: Channels) -> float:
+    """Return how long the next claim's lease lasts: as long as the longest node that it may run inline."""
+    due = planner.due(graph, cursor, channels)
+    longest = max((runtime.timeout(graph.node_at(run.node)) for run in due), default=0.0)
+    return runtime.lease_seconds(longest)
+
+
+# --- stopping ---------------------------------------------------------------------------------------------------------------
+
+
+def _stopped(runtime: Runtime, claim: Claim, error: Exception) -> list[Nudge]:
+    """Record that a step cannot go on: failed when what the nodes gave is at fault, blocked when an operator can help.
+
+    An error that is not Keepstep's own is a defect here; the thread is blocked and shows it.
+    """
+    failed = isinstance(error, KeepstepError) and not isinstance(error, ThreadBlocked | GraphError)
+    status = FAILED if failed else BLOCKED
+    text = described(error, step=_key(claim.fence))
+    if not isinstance(error, KeepstepError):
+        text["code"] = "internal"
+    log.warning(f"thread_{status}", thread=claim.thread.name, error=text["type"], message=text["message"][:500])
+    try:
+        _stop(runtime, claim, status, error_text(text))
+    except StaleLease:
+        log.info("lease_lost", thread=claim.thread.name, step=_key(claim.fence))
+    return []
+
+
+def _stop(runtime: Runtime, claim: Claim, status: str, error: str, others: str = "") -> None:
+    if others:
+        import json  # noqa: PLC0415  only on this rare path
+
+        parts = json.loads(error)
+        parts["message"] = f"{parts.get('message', '')}{others}"
+        error = error_text(parts)
+    runtime.store.patiently(
+        lambda: outcomes.stop(runtime.store, claim.fence, status=status, error=error, failures=claim.attempt.failures),
+        seconds=PATIENCE_SECONDS,
+    )

@@ -1,0 +1,220 @@
+"""Waiting: questions to people, signals and time, found again when the node runs again.
+
+A node that waits is left by an exception and its rows are written; when everything it waits for has come it runs again
+from the top. The n-th wait of a node run is the n-th wait of its next attempt: it is found by step key, node run and
+occurrence, and must ask the same thing, else the thread is blocked as diverged, since an answer must never be given to
+another question.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import threading
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass
+from datetime import timedelta
+from typing import Any, NoReturn
+
+from pydantic import TypeAdapter, ValidationError
+
+from keepstep.errors import Diverged, InvalidInput, StateError
+from keepstep.ids import checked_name, new_id
+from keepstep.runtime import policy
+from keepstep.runtime.codec import Codec
+from keepstep.runtime.outcome import Parked
+from keepstep.store.outcomes import NewApproval, NewWait
+from keepstep.store.waits import WaitState
+
+ON_EXPIRY = ("reject", "fail")
+
+
+@dataclass(frozen=True, slots=True)
+class Decision:
+    """What people said to a question."""
+
+    approved: bool
+    verdict: str
+    """`approve`, `reject`, `answer` or `expired`."""
+    arguments: Any = None
+    """What was approved: the arguments asked about, with the approver's edits."""
+    answer: Any = None
+    by: str | None = None
+    comment: str | None = None
+
+
+@dataclass(frozen=True, slots=True)
+class Signal:
+    """A named message from outside."""
+
+    name: str
+    payload: Any
+    key: str | None = None
+
+
+@dataclass(frozen=True, slots=True)
+class Question:
+    """What is asked, of whom, and until when."""
+
+    kind: str
+    text: str
+    arguments: Any = None
+    context: Any = None
+    to: Sequence[str] = ()
+    quorum: int = 1
+    expires: float | timedelta | None = None
+    on_expiry: str = "reject"
+    schema: Any = None
+
+    def checked(self) -> Question:
+        """Return the question; raise `InvalidInput` naming what in it cannot be."""
+        if not isinstance(self.text, str) or not self.text.strip():
+            message = f"ctx.{self.kind}: the question must be a text, not {self.text!r}"
+            raise InvalidInput(message)
+        if isinstance(self.quorum, bool) or not isinstance(self.quorum, int) or self.quorum < 1:
+            message = f"ctx.{self.kind}: quorum must be a number of people, at least 1, not {self.quorum!r}"
+            raise InvalidInput(message)
+        if self.on_expiry not in ON_EXPIRY:
+            message = f"ctx.{self.kind}: on_expiry must be one of {', '.join(ON_EXPIRY)}, not {self.on_expiry!r}"
+            raise InvalidInput(message)
+        return self
+
+    def plain(self) -> dict[str, Any]:
+        """Return the question as it is stored."""
+        to = [self.to] if isinstance(self.to, str) else list(self.to or ())
+        return {
+            "question": self.text,
+            "arguments": self.arguments,
+            "context": self.context,
+            "to": to,
+            "schema": json_schema(self.schema),
+        }
+
+
+def json_schema(schema: Any) -> Any:
+    """Return the JSON schema that answers are checked against at the door; a type is turned into its own."""
+    if schema is None or isinstance(schema, Mapping):
+        return schema
+    return TypeAdapter(schema).json_schema()
+
+
+class WaitBook:
+    """The waits of one attempt of a node run: those its earlier attempts left, and those it asks for anew."""
+
+    def __init__(self, codec: Codec, load: Callable[[], list[WaitState]]) -> None:
+        self._codec = codec
+        self._load = load
+        self._found: dict[int, WaitState] | None = None
+        self._occurrence = 0
+        self._lock = threading.Lock()
+
+    def decide(self, question: Question) -> Decision:
+        """Return the decision on a question; raise `Parked` while there is none."""
+        plain = question.checked().plain()
+        stored = self._codec.encode(plain, path="$.question")
+        # Neither people nor time limits are part of what was answered.
+        asked = self._codec.encode([question.kind, question.text, question.arguments], path="$.question")
+        state = self._state(
+            asked,
+            lambda occurrence, digest: NewWait(
+                occurrence,
+                "approval",
+                digest,
+                approval=NewApproval(new_id(), question.kind, stored, question.quorum, question.on_expiry),
+                seconds=_seconds("expires", question.expires),
+            ),
+        )
+        if state.answer is None:
+            if question.on_expiry == "fail":
+                message = f"nobody answered {question.text!r} in time"
+                raise TimeoutError(message)
+            return Decision(approved=False, verdict="expired", arguments=question.arguments)
+        answer = self._codec.decode(state.answer)
+        edited = answer.get("arguments")
+        return Decision(
+            approved=answer["verdict"] == "approve",
+            verdict=answer["verdict"],
+            arguments=question.arguments if edited is None else fitted(question.arguments, edited),
+            answer=_typed(question.schema, answer.get("answer")),
+            by=answer.get("by"),
+            comment=answer.get("comment"),
+        )
+
+    def signal(self, name: str, key: str | None, timeout: float | timedelta | None) -> Signal | None:
+        """Return a signal of that name, or None when none came in time; raise `Parked` while there is none."""
+        checked_name("a signal's name", name)
+        if key is not None:
+            checked_name("a signal's key", key)
+        state = self._state(
+            self._codec.encode(["signal", name, key]),
+            lambda occurrence, digest: NewWait(
+                occurrence,
+                "signal",
+                digest,
+                signal_name=name,
+                signal_key=key,
+                seconds=_seconds("timeout", timeout, zero=True),
+            ),
+        )
+        if state.answer is None:
+            return None
+        answer = self._codec.decode(state.answer)
+        return Signal(name, answer.get("payload"), answer.get("key"))
+
+    def sleep(self, duration: float | timedelta) -> None:
+        """Return when the duration has passed; raise `Parked` until then."""
+        seconds = _seconds("duration", duration, zero=True)
+        self._state(
+            self._codec.encode(["timer"]),
+            lambda occurrence, digest: NewWait(occurrence, "timer", digest, seconds=seconds),
+        )
+
+    def _state(self, asked: bytes, make: Callable[[int, bytes], NewWait]) -> WaitState:
+        digest = hashlib.blake2b(asked, digest_size=16).digest()
+        with self._lock:
+            occurrence = self._occurrence
+            self._occurrence += 1
+            if self._found is None:
+                self._found = {state.occurrence: state for state in self._load()}
+            state = self._found.get(occurrence)
+        if state is None:
+            raise Parked((make(occurrence, digest),))
+        if bytes(state.digest) != digest:
+            message = (
+                f"wait {occurrence + 1} of this node asked something else in an earlier attempt; an answer is never "
+                "given to another question: make what the node asks depend on its state and on effects only"
+            )
+            raise Diverged(message)
+        if state.status == "open":
+            raise Parked(())
+        return state
+
+
+def _seconds(what: str, value: float | timedelta | None, *, zero: bool = False) -> float | None:
+    return None if value is None else policy.seconds(what, value, zero=zero)
+
+
+def _typed(schema: Any, answer: Any) -> Any:
+    if schema is None or isinstance(schema, Mapping):
+        return answer
+    try:
+        return TypeAdapter(schema).validate_python(answer)
+    except ValidationError as error:
+        message = f"the answer does not fit {schema!r}: {error.error_count()} problems"
+        raise StateError(message) from None
+
+
+def fitted(original: Any, edited: Any) -> Any:
+    """Return edited arguments, which came as JSON, with the types of the original ones: 12.50 for a Decimal again."""
+    if isinstance(original, Mapping) and isinstance(edited, Mapping):
+        return {name: fitted(original.get(name), value) for name, value in edited.items()}
+    if original is None or isinstance(edited, type(original)):
+        return edited
+    try:
+        return TypeAdapter(type(original)).validate_python(edited)
+    except (ValidationError, TypeError):
+        return edited
+
+
+def gathered(parked: Sequence[Parked]) -> NoReturn:
+    """Park on everything that several calls wait for."""
+    raise Parked(tuple(wait for each in parked for wait in each.waits))

@@ -1,0 +1,83 @@
+"""A node's time: an alarm that tells it, and a watchdog for one that does not hear.
+
+An async node is cancelled by its event loop. A sync node in a process's main thread is interrupted by SIGALRM, between
+two bytecodes. What hears neither, because it is in C code or in another thread, is given a grace time and then ended
+with its process: nothing less ends it, and a second attempt beside a live first one would act twice at once. Where the
+process is not ours to end (`graph.run` in a program), its attempt is over when it returns, and counts as timed out.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import signal
+import threading
+import time
+from collections.abc import Callable, Iterator
+from types import FrameType
+
+from keepstep.runtime.outcome import NodeOverdue
+
+_TICK_SECONDS = 0.25
+
+
+def _raise_overdue(_number: int, _frame: FrameType | None) -> None:
+    raise NodeOverdue
+
+
+@contextlib.contextmanager
+def alarm(seconds: float) -> Iterator[None]:
+    """Raise `NodeOverdue` in the block after that time, where the process allows it: in its main thread."""
+    if threading.current_thread() is not threading.main_thread():
+        yield
+        return
+    before = signal.getsignal(signal.SIGALRM)
+    if before is not _raise_overdue:
+        signal.signal(signal.SIGALRM, _raise_overdue)
+    signal.setitimer(signal.ITIMER_REAL, seconds)
+    try:
+        yield
+    finally:
+        signal.setitimer(signal.ITIMER_REAL, 0)
+        if before is not _raise_overdue and before not in {signal.SIG_DFL, None}:
+            signal.signal(signal.SIGALRM, before)
+
+
+class Watchdog:
+    """Calls back for nodes that are still running when their time and grace are over."""
+
+    def __init__(self) -> None:
+        self._due: dict[int, tuple[float, Callable[[], None]]] = {}
+        self._number = 0
+        self._lock = threading.Lock()
+        self._busy = threading.Event()
+        self._thread: threading.Thread | None = None
+
+    @contextlib.contextmanager
+    def watch(self, seconds: float, overdue: Callable[[], None]) -> Iterator[None]:
+        """Call `overdue`, in another thread, if the block takes longer than that."""
+        with self._lock:
+            self._number += 1
+            number = self._number
+            self._due[number] = (time.monotonic() + seconds, overdue)
+            if self._thread is None or not self._thread.is_alive():
+                self._thread = threading.Thread(target=self._run, name="keepstep-watchdog", daemon=True)
+                self._thread.start()
+        self._busy.set()
+        try:
+            yield
+        finally:
+            with self._lock:
+                self._due.pop(number, None)
+                if not self._due:
+                    self._busy.clear()
+
+    def _run(self) -> None:
+        while True:
+            self._busy.wait()
+            time.sleep(_TICK_SECONDS)
+            now = time.monotonic()
+            with self._lock:
+                late = [number for number, (deadline, _) in self._due.items() if deadline <= now]
+                calls = [self._due.pop(number)[1] for number in late]
+            for call in calls:
+                call()

@@ -1,0 +1,213 @@
+"""The database: connections, transactions, time, and what to do when it goes away.
+
+No connection is held between two calls, so a node that runs for an hour costs the pool nothing, and PgBouncer in
+transaction mode works. PostgreSQL connections are in autocommit: a single statement is one round trip, and a
+transaction says BEGIN and COMMIT itself.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import sqlite3
+import threading
+import time
+from collections.abc import Callable, Iterator, Mapping
+from pathlib import Path
+from typing import Any, TypeVar
+
+import psycopg2
+import structlog
+from sqlalchemy import create_engine, event, make_url
+from sqlalchemy.engine import URL
+from sqlalchemy.exc import ArgumentError, DBAPIError, SQLAlchemyError
+from sqlalchemy.exc import TimeoutError as PoolTimeout
+from sqlalchemy.pool import StaticPool
+from tenacity import Retrying, retry_if_exception_type, stop_after_delay, wait_random_exponential
+
+from keepstep.errors import DatabaseUnavailable, InvalidSettings
+from keepstep.store.statements import Row, Statement
+
+T = TypeVar("T")
+log = structlog.get_logger("keepstep.store")
+
+_BUSY_SECONDS = 20.0
+_CONNECT_SECONDS = 5
+# A conflict between transactions, not a failure of the database: the same transaction succeeds when run again.
+_CONTENTION = ("40001", "40P01", "55P03")
+
+
+class Transaction:
+    """A transaction under way: runs statements on one connection, in order."""
+
+    def __init__(self, store: Store, cursor: Any) -> None:
+        self._dialect = store.engine.dialect
+        self.cursor = cursor
+
+    def rows(self, statement: Statement, params: Mapping[str, Any]) -> list[Row]:
+        """Run a statement and return its rows."""
+        statement.execute(self.cursor, self._dialect, params)
+        found: list[Row] = self.cursor.fetchall()
+        return found
+
+    def row(self, statement: Statement, params: Mapping[str, Any]) -> Row | None:
+        """Run a statement and return its first row, if any."""
+        found = self.rows(statement, params)
+        return found[0] if found else None
+
+    def run(self, statement: Statement, params: Mapping[str, Any]) -> int:
+        """Run a statement without a result; return the number of rows it touched."""
+        statement.execute(self.cursor, self._dialect, params)
+        return int(self.cursor.rowcount)
+
+
+class Store:
+    """One database, as this process reaches it. Make one per process: never share it across a fork."""
+
+    def __init__(self, url: URL, *, pool_size: int, clock: Callable[[], float]) -> None:
+        self.url = url
+        self.dialect = url.get_backend_name()
+        self.clock = clock
+        self.in_memory = self.dialect == "sqlite" and url.database in {None, "", ":memory:"}
+        # One in-memory database has one connection; its transactions queue up here instead of in SQLite.
+        self._turn: contextlib.AbstractContextManager[Any] = (
+            threading.RLock() if self.in_memory else contextlib.nullcontext()
+        )
+        options: dict[str, Any] = {"pool_size": pool_size, "max_overflow": pool_size, "pool_timeout": 30}
+        if self.in_memory:
+            options = {"poolclass": StaticPool}
+        if self.dialect == "sqlite":
+            options["connect_args"] = {"isolation_level": None, "timeout": _BUSY_SECONDS, "check_same_thread": False}
+        else:
+            options["isolation_level"] = "AUTOCOMMIT"
+            options["connect_args"] = {"connect_timeout": _CONNECT_SECONDS, "application_name": "keepstep"}
+        self.engine = create_engine(url, **options)
+        if self.dialect == "sqlite":
+            event.listen(self.engine, "connect", self._prepare_sqlite)
+
+    @classmethod
+    def open(cls, url: str, *, pool_size: int = 1, clock: Callable[[], float] = time.time) -> Store:
+        """Return the store at a SQLAlchemy URL; nothing is connected yet.
+
+        `pool_size` connections are kept and as many again made under pressure. `clock` is SQLite's clock (tests and
+        in-process runs set it); PostgreSQL always uses its own. Raises `InvalidSettings` for a URL that names no
+        supported database.
+        """
+        try:
+            parsed = make_url(url)
+        except ArgumentError:
+            message = "database: not a database URL; use sqlite:///file.db or postgresql+psycopg2://user@host/name"
+            raise InvalidSettings(message) from None
+        backend = parsed.get_backend_name()
+        if backend not in {"sqlite", "postgresql"}:
+            message = f"database: {backend!r} is not supported; use sqlite:///file.db or postgresql+psycopg2://…"
+            raise InvalidSettings(message)
+        if backend == "postgresql":
+            parsed = parsed.set(drivername="postgresql+psycopg2")
+        elif parsed.database and parsed.database != ":memory:":
+            Path(parsed.database).parent.mkdir(parents=True, exist_ok=True)
+        return cls(parsed, pool_size=pool_size, clock=clock)
+
+    def _prepare_sqlite(self, connection: sqlite3.Connection, _record: object) -> None:
+        connection.create_function("keepstep_now", 0, lambda: self.clock())
+        connection.execute("PRAGMA journal_mode=WAL")
+        # A commit that was acknowledged survives a power cut, as on PostgreSQL.
+        connection.execute(f"PRAGMA synchronous={'OFF' if self.in_memory else 'FULL'}")
+
+    def dispose(self, *, close: bool = True) -> None:
+        """Drop all connections; `close=False` in a child leaves the parent's sockets alone after a fork."""
+        self.engine.dispose(close=close)
+
+    # --- running statements ----------------------------------------------------------------------------------------
+
+    def rows(self, statement: Statement, params: Mapping[str, Any]) -> list[Row]:
+        """Run one statement as a transaction of its own and return its rows."""
+        if self.dialect == "sqlite":
+            with self.transaction() as transaction:
+                return transaction.rows(statement, params)
+        with self._connection() as connection:
+            cursor = connection.cursor()
+            statement.execute(cursor, self.engine.dialect, params)
+            found: list[Row] = cursor.fetchall()
+            cursor.close()
+            return found
+
+    @contextlib.contextmanager
+    def transaction(self) -> Iterator[Transaction]:
+        """Run several statements as one transaction: committed at the end of the block, undone when it raises."""
+        with self._turn, self._connection() as connection:
+            cursor = connection.cursor()
+            cursor.execute("BEGIN IMMEDIATE" if self.dialect == "sqlite" else "BEGIN")
+            try:
+                yield Transaction(self, cursor)
+                cursor.execute("COMMIT")
+            except BaseException:
+                with contextlib.suppress(Exception):  # the connection may be what failed
+                    cursor.execute("ROLLBACK")
+                raise
+            finally:
+                cursor.close()
+
+    @contextlib.contextmanager
+    def _connection(self) -> Iterator[Any]:
+        try:
+            connection = self.engine.raw_connection()
+        except (SQLAlchemyError, psycopg2.Error, sqlite3.Error) as error:
+            raise self._unavailable(error) from error
+        try:
+            yield connection
+        except (psycopg2.Error, sqlite3.Error) as error:
+            cause = self._classified(error, connection)
+            if cause is None:
+                raise
+            raise cause from error
+        finally:
+            connection.close()
+
+    def _classified(self, error: Exception, connection: Any) -> DatabaseUnavailable | None:
+        if isinstance(error, sqlite3.Error):
+            locked = isinstance(error, sqlite3.OperationalError) and "locked" in str(error)
+            return self._unavailable(error) if locked else None
+        if getattr(error, "pgcode", None) in _CONTENTION:
+            return self._unavailable(error)
+        closed = bool(getattr(connection.dbapi_connection, "closed", 0))
+        if closed or self.engine.dialect.is_disconnect(error, connection.dbapi_connection, None):
+            connection.invalidate()
+            # What cut this connection has most likely cut its neighbours in the pool.
+            self.engine.dispose()
+            return self._unavailable(error)
+        shutting_down = (getattr(error, "pgcode", None) or "")[:3] == "57P"
+        return self._unavailable(error) if shutting_down else None
+
+    def _unavailable(self, error: Exception) -> DatabaseUnavailable:
+        if isinstance(error, PoolTimeout):
+            reason = "every connection of the pool is in use"
+        else:
+            origin = error.orig if isinstance(error, DBAPIError) and error.orig is not None else error
+            # The first line only: the rest of a driver's message may quote statements and their values.
+            reason = str(origin).strip().splitlines()[0][:200] if str(origin).strip() else type(origin).__name__
+        return DatabaseUnavailable(f"database {self.shown}: {reason}")
+
+    @property
+    def shown(self) -> str:
+        """The database's URL without its password."""
+        return self.url.render_as_string(hide_password=True)
+
+    def patiently(self, action: Callable[[], T], *, seconds: float = 60.0) -> T:
+        """Run `action` again while the database is unavailable, up to `seconds`; it must be safe to run twice."""
+        for attempt in Retrying(
+            retry=retry_if_exception_type(DatabaseUnavailable),
+            stop=stop_after_delay(seconds),
+            wait=wait_random_exponential(multiplier=0.05, max=2.0),
+            before_sleep=lambda state: log.warning(
+                "database_unavailable",
+                attempt=state.attempt_number,
+                reason=str(state.outcome.exception()) if state.outcome else "",
+            ),
+            reraise=True,
+        ):
+            with attempt:
+                return action()
+        raise DatabaseUnavailable  # pragma: no cover  Retrying re-raises before this
+
+
+__all__ = ["Store", "Transaction"]

@@ -1,0 +1,122 @@
+"""The schema's version: brought up to date on request, checked before a worker starts."""
+
+from __future__ import annotations
+
+from importlib import resources
+from typing import NamedTuple
+
+from alembic import command
+from alembic.config import Config
+from alembic.runtime.migration import MigrationContext
+from alembic.script import ScriptDirectory
+from sqlalchemy import Connection, create_engine, inspect, text
+from sqlalchemy.exc import OperationalError
+
+from keepstep.errors import DatabaseUnavailable, SchemaMismatch
+from keepstep.store.engine import Store
+
+_VERSION_TABLE = "keepstep_schema_version"
+# Two processes that upgrade at once take turns: the second finds nothing left to do.
+_LOCK_KEY = 0x6B656570737465
+
+
+class SchemaState(NamedTuple):
+    """The revision a database has and the one this release needs; None: no schema at all."""
+
+    current: str | None
+    needed: str
+
+    @property
+    def is_current(self) -> bool:
+        """Whether this release can work with the database."""
+        return self.current == self.needed
+
+
+def _config(connection: Connection | None = None) -> Config:
+    config = Config()
+    config.set_main_option("script_location", str(resources.files("keepstep.store") / "migrations"))
+    config.set_main_option("path_separator", "os")
+    if connection is not None:
+        config.attributes["connection"] = connection
+    return config
+
+
+def _scripts() -> ScriptDirectory:
+    return ScriptDirectory.from_config(_config())
+
+
+def upgrade(store: Store) -> SchemaState:
+    """Bring the database's schema to this release's revision; return what it was and what it is needed to be.
+
+    Running it again, or from two processes at once, is harmless. Raises `SchemaMismatch` for a database that a newer
+    release has upgraded, `DatabaseUnavailable` when it cannot be reached.
+    """
+    # The store's own connections are in autocommit; a migration is one transaction.
+    engine = store.engine if store.in_memory else create_engine(store.url)
+    try:
+        with engine.connect() as connection:
+            if store.dialect == "postgresql":
+                connection.execute(text("SELECT pg_advisory_lock(:key)"), {"key": _LOCK_KEY})
+                connection.commit()
+            state = _read(connection)
+            connection.rollback()
+            if not state.is_current:
+                _refuse_newer(store, state)
+                command.upgrade(_config(connection), "head")
+                connection.commit()
+            return state
+    except OperationalError as error:
+        reason = str(error.orig).strip().splitlines()[0][:200]
+        message = f"database {store.shown}: {reason}"
+        raise DatabaseUnavailable(message) from None
+    finally:
+        if not store.in_memory:
+            engine.dispose()
+
+
+def state(store: Store) -> SchemaState:
+    """Return the revision the database has and the one this release needs."""
+    try:
+        with store.engine.connect() as connection:
+            return _read(connection)
+    except OperationalError as error:
+        reason = str(error.orig).strip().splitlines()[0][:200]
+        message = f"database {store.shown}: {reason}"
+        raise DatabaseUnavailable(message) from None
+
+
+def _read(connection: Connection) -> SchemaState:
+    needed = _scripts().get_current_head() or ""
+    if not inspect(connection).has_table(_VERSION_TABLE):
+        return SchemaState(None, needed)
+    context = MigrationContext.configure(connection, opts={"version_table": _VERSION_TABLE})
+    return SchemaState(context.get_current_revision(), needed)
+
+
+def _refuse_newer(store: Store, found: SchemaState) -> None:
+    known = {script.revision for script in _scripts().walk_revisions()}
+    if found.current is not None and found.current not in known:
+        message = (
+            f"database {store.shown} has schema {found.current}, which this release does not know: it was upgraded by "
+            "a newer release; run that release here"
+        )
+        raise SchemaMismatch(message)
+
+
+def check(store: Store) -> None:
+    """Raise `SchemaMismatch`, saying what to do, unless this release can work with the database."""
+    found = state(store)
+    if found.is_current:
+        return
+    _refuse_newer(store, found)
+    has = "no Keepstep schema" if found.current is None else f"schema {found.current}"
+    message = f"database {store.shown} has {has}, this release needs {found.needed}: run 'keepstep db upgrade'"
+    raise SchemaMismatch(message)
+
+
+def prepare(store: Store) -> None:
+    """Check the schema before work starts; an empty SQLite file, which nobody else can be using yet, is set up."""
+    if store.dialect == "sqlite" and state(store).current is None:
+        upgrade(store)
+        return
+    check(store)

@@ -1,0 +1,453 @@
+"""Outcomes other than a commit: fanned out, parked, failed, blocked. Each is one fenced transaction.
+
+The lock order is thread, node run, wait, approval, effect, audit, everywhere, so that two of these transactions can
+wait for each other but never in a circle.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import Any, NamedTuple
+
+from sqlalchemy import Text as TextType
+from sqlalchemy import and_, case, exists, insert, literal, select, update
+
+from keepstep.errors import StaleLease
+from keepstep.store.checkpoints import NewEvent, insert_events
+from keepstep.store.engine import Store, Transaction
+from keepstep.store.leases import Fence, Nudge, fence_params, fenced, released
+from keepstep.store.schema import (
+    FAILED,
+    READY,
+    WAITING,
+    approval,
+    node_run,
+    run,
+    thread,
+    wait,
+)
+from keepstep.store.signals import take_signal
+from keepstep.store.statements import Statement, db_now, param
+
+NUDGE_SECONDS = 5.0
+"""How long after a nudge was published the sweep may think it lost."""
+
+
+@dataclass(frozen=True, slots=True)
+class NewNodeRun:
+    """A node run to be fanned out."""
+
+    run: str
+    step: str
+    node: str
+    input: bytes | None
+    lease_seconds: float
+
+
+@dataclass(frozen=True, slots=True)
+class NewApproval:
+    """A question to people, opened by a park."""
+
+    id: str
+    kind: str
+    question: bytes
+    quorum: int
+    on_expiry: str
+
+
+@dataclass(frozen=True, slots=True)
+class NewWait:
+    """What a park waits for. `seconds` is the timer, the time-out or the expiry, from now; None: for ever."""
+
+    occurrence: int
+    kind: str
+    digest: bytes
+    approval: NewApproval | None = None
+    signal_name: str | None = None
+    signal_key: str | None = None
+    seconds: float | None = None
+
+
+class NodeRunState(NamedTuple):
+    """A node run as the join sees it."""
+
+    run: str
+    node: str
+    position: int
+    status: str
+    write: bytes | None
+    error: str | None
+    starts: int
+
+
+# --- locking ------------------------------------------------------------------------------------------------------------
+
+_LOCK_THREAD = Statement(
+    lambda _dialect: (
+        select(thread.c.tenant, thread.c.run_id, thread.c.status, thread.c.run_steps)
+        .where(thread.c.id == param("f_thread"))
+        .with_for_update()
+    )
+)
+_HOLDS_THREAD = Statement(lambda _dialect: select(thread.c.id).where(*fenced(thread)).with_for_update())
+_HOLDS_NODE = Statement(lambda _dialect: select(node_run.c.run).where(*fenced(node_run)).with_for_update())
+
+
+class Locked(NamedTuple):
+    """The thread under its lock."""
+
+    tenant: str
+    run_id: str | None
+    status: str
+    run_steps: int
+
+
+def lock(transaction: Transaction, fence: Fence) -> Locked:
+    """Lock the thread, then the node run, and check that the fence still holds; raise `StaleLease` when not."""
+    row = transaction.row(_LOCK_THREAD, fence_params(fence))
+    if row is None:
+        raise StaleLease
+    hold(transaction, fence)
+    return Locked(*row)
+
+
+def hold(transaction: Transaction, fence: Fence) -> None:
+    """Lock the leased row alone and check that the fence still holds; raise `StaleLease` when not.
+
+    Without the lock the check would be write skew: a takeover could come between it and the write that it guards.
+    """
+    holds = _HOLDS_THREAD if fence.run is None else _HOLDS_NODE
+    if transaction.row(holds, fence_params(fence)) is None:
+        raise StaleLease
+
+
+# --- fan-out and join ----------------------------------------------------------------------------------------------------
+
+_INSERT_NODE_RUN = Statement(
+    lambda _dialect: insert(node_run).values(
+        thread_id=param("thread_id"),
+        branch=param("branch"),
+        seq=param("seq"),
+        run=param("run"),
+        tenant=param("tenant"),
+        step=param("step"),
+        position=param("position"),
+        node=param("node"),
+        input=param("input"),
+        status=READY,
+        version=0,
+        due_at=db_now(),
+        lease_seconds=param("lease_seconds"),
+        next_nudge_at=db_now() + NUDGE_SECONDS,
+        created_at=db_now(),
+    )
+)
+_FAN_OUT = Statement(
+    lambda _dialect: (
+        update(thread)
+        .where(*fenced(thread))
+        .values(
+            **released(thread),
+            status=WAITING,
+            fanned=param("count"),
+            pending=param("count"),
+            version=thread.c.version + 1,
+            updated_at=db_now(),
+        )
+    )
+)
+_FINISH_NODE = Statement(
+    lambda _dialect: (
+        update(node_run)
+        .where(*fenced(node_run))
+        .values(
+            **released(node_run),
+            status=param("status"),
+            write=param("write"),
+            error=param("error"),
+            failures=param("failures"),
+            version=node_run.c.version + 1,
+            ended_at=db_now(),
+        )
+    )
+)
+_COUNT_DOWN = Statement(
+    lambda _dialect: (
+        update(thread)
+        .where(thread.c.id == param("f_thread"))
+        .values(
+            pending=thread.c.pending - 1,
+            status=case((and_(thread.c.pending == 1, thread.c.status == WAITING), READY), else_=thread.c.status),
+            version=thread.c.version + case((thread.c.pending == 1, 1), else_=0),
+            due_at=db_now(),
+            next_nudge_at=db_now() + NUDGE_SECONDS,
+            nudges=0,
+        )
+        .returning(thread.c.pending, thread.c.status, thread.c.version)
+    )
+)
+_NODE_RUNS = Statement(
+    lambda _dialect: (
+        select(*(node_run.c[name] for name in NodeRunState._fields))
+        .where(
+            node_run.c.thread_id == param("thread_id"),
+            node_run.c.branch == param("branch"),
+            node_run.c.seq == param("seq"),
+        )
+        .order_by(node_run.c.position)
+    )
+)
+
+
+def fan_out(store: Store, fence: Fence, runs: Sequence[NewNodeRun]) -> list[Nudge]:
+    """Give every node run of the step a row of its own and release the thread; return their nudges.
+
+    Raises `StaleLease` when the lease is gone.
+    """
+    with store.transaction() as transaction:
+        locked = lock(transaction, fence)
+        key = {"thread_id": fence.thread_id, "branch": fence.branch, "seq": fence.seq, "tenant": locked.tenant}
+        for position, new in enumerate(runs):
+            values = {"run": new.run, "step": new.step, "node": new.node, "input": new.input, "position": position}
+            transaction.run(_INSERT_NODE_RUN, {**key, **values, "lease_seconds": new.lease_seconds})
+        transaction.run(_FAN_OUT, {**fence_params(fence), "count": len(runs)})
+    return [Nudge("node", fence.thread_id, 0, fence.seq, new.run) for new in runs]
+
+
+def finish_node(
+    store: Store,
+    fence: Fence,
+    *,
+    status: str,
+    write: bytes | None = None,
+    error: str | None = None,
+    failures: int = 0,
+    events: Sequence[NewEvent] = (),
+) -> Nudge | None:
+    """Record the end of a fanned-out node run; return the step's nudge when it was the last, else None.
+
+    Which one is last is decided under the thread's lock, so it is exactly one. Raises `StaleLease` when the lease is
+    gone.
+    """
+    with store.transaction() as transaction:
+        locked = lock(transaction, fence)
+        key = fence_params(fence)
+        values = {"status": status, "write": write, "error": error, "failures": failures}
+        transaction.run(_FINISH_NODE, {**key, **values})
+        insert_events(transaction, fence, locked.tenant, locked.run_id, events)
+        pending, thread_status, version = transaction.rows(_COUNT_DOWN, key)[0]
+    last = pending == 0 and thread_status == READY
+    return Nudge("step", fence.thread_id, version) if last else None
+
+
+def node_runs(store: Store, thread_id: str, branch: int, seq: int) -> list[NodeRunState]:
+    """Return the node runs of a fanned-out step, in the order in which the step planned them."""
+    rows = store.rows(_NODE_RUNS, {"thread_id": thread_id, "branch": branch, "seq": seq})
+    return [NodeRunState(*(bytes(v) if isinstance(v, memoryview) else v for v in row)) for row in rows]
+
+
+# --- parking ------------------------------------------------------------------------------------------------------------
+
+_INSERT_APPROVAL = Statement(
+    lambda _dialect: insert(approval).values(
+        id=param("id"),
+        tenant=param("tenant"),
+        thread_id=param("thread_id"),
+        step=param("step"),
+        run=param("run"),
+        occurrence=param("occurrence"),
+        kind=param("kind"),
+        status="open",
+        question=param("question"),
+        quorum=param("quorum"),
+        on_expiry=param("on_expiry"),
+        expires_at=db_now() + param("seconds"),
+        created_at=db_now(),
+    )
+)
+_INSERT_WAIT = Statement(
+    lambda _dialect: insert(wait).values(
+        thread_id=param("thread_id"),
+        step=param("step"),
+        run=param("run"),
+        occurrence=param("occurrence"),
+        tenant=param("tenant"),
+        branch=param("branch"),
+        seq=param("seq"),
+        kind=param("kind"),
+        digest=param("digest"),
+        status=param("status"),
+        answer=param("answer"),
+        approval_id=param("approval_id"),
+        signal_name=param("signal_name"),
+        signal_key=param("signal_key"),
+        due_at=db_now() + param("seconds"),
+        created_at=db_now(),
+    )
+)
+
+
+def _parked(table: Any) -> Statement:
+    waits = exists().where(
+        wait.c.thread_id == param("f_thread"),
+        wait.c.step == param("step"),
+        wait.c.run == param("run"),
+        wait.c.status == "open",
+    )
+    return Statement(
+        lambda _dialect: (
+            update(table)
+            .where(*fenced(table))
+            .values(
+                **released(table),
+                # Nothing is open any more when a signal that came early has answered the wait: go on at once.
+                status=case((waits, WAITING), else_=READY),
+                failures=param("failures"),
+                version=table.c.version + 1,
+                due_at=db_now(),
+                next_nudge_at=db_now() + NUDGE_SECONDS,
+                nudges=0,
+            )
+            .returning(table.c.status, table.c.version)
+        )
+    )
+
+
+_PARK = {False: _parked(thread), True: _parked(node_run)}
+
+
+def park(
+    store: Store,
+    fence: Fence,
+    *,
+    step: str,
+    run: str,
+    waits: Sequence[NewWait],
+    failures: int,
+    events: Sequence[NewEvent] = (),
+) -> Nudge | None:
+    """Park a node run on waits: rows only, no worker; return a nudge when all of them are answered already.
+
+    `waits` are those asked for the first time. A signal is delivered under the thread's lock and this looks for early
+    ones under the same lock, so none falls between. Approvals become visible by this commit and not before. Writes no
+    checkpoint and leaves the step key alone. Raises `StaleLease` when the lease is gone.
+    """
+    with store.transaction() as transaction:
+        locked = lock(transaction, fence)
+        place = {"thread_id": fence.thread_id, "step": step, "run": run, "tenant": locked.tenant}
+        for new in waits:
+            _open(transaction, {**place, "branch": fence.branch, "seq": fence.seq}, new)
+        for new in waits:
+            if new.approval is not None:
+                _ask(transaction, place, new, new.approval)
+        insert_events(transaction, fence, locked.tenant, locked.run_id, events)
+        fanned = fence.run is not None
+        params = {**fence_params(fence), "step": step, "run": run, "failures": failures}
+        status, version = transaction.rows(_PARK[fanned], params)[0]
+    if status == WAITING:
+        return None
+    return (
+        Nudge("node", fence.thread_id, version, fence.seq, run) if fanned else Nudge("step", fence.thread_id, version)
+    )
+
+
+def _open(transaction: Transaction, place: dict[str, Any], new: NewWait) -> None:
+    early = None
+    if new.signal_name is not None:
+        wanted = {"thread_id": place["thread_id"], "name": new.signal_name, "key": new.signal_key}
+        early = take_signal(transaction, wanted, consumer=f"{place['step']}/{place['run']}#{new.occurrence}")
+    transaction.run(
+        _INSERT_WAIT,
+        {
+            **place,
+            "occurrence": new.occurrence,
+            "seconds": new.seconds,
+            "kind": new.kind,
+            "digest": new.digest,
+            "status": "open" if early is None else "answered",
+            "answer": early,
+            "approval_id": new.approval.id if new.approval else None,
+            "signal_name": new.signal_name,
+            "signal_key": new.signal_key,
+        },
+    )
+
+
+def _ask(transaction: Transaction, place: dict[str, Any], new: NewWait, asked: NewApproval) -> None:
+    values = {"occurrence": new.occurrence, "seconds": new.seconds, "id": asked.id, "kind": asked.kind}
+    payload = {"question": asked.question, "quorum": asked.quorum, "on_expiry": asked.on_expiry}
+    transaction.run(_INSERT_APPROVAL, {**place, **values, **payload})
+
+
+# --- ending badly -------------------------------------------------------------------------------------------------------
+
+_STOP = Statement(
+    lambda _dialect: (
+        update(thread)
+        .where(*fenced(thread))
+        .values(
+            **released(thread),
+            status=param("status"),
+            error=param("error"),
+            failures=param("failures"),
+            version=thread.c.version + 1,
+            updated_at=db_now(),
+        )
+    )
+)
+_STOP_RUN = Statement(
+    lambda _dialect: (
+        update(run)
+        .where(run.c.id == param("run_id"), literal(FAILED, TextType) == param("status"))
+        .values(status=FAILED, error=param("error"), steps=param("run_steps"), ended_at=db_now())
+    )
+)
+
+
+def stop(
+    store: Store,
+    fence: Fence,
+    *,
+    status: str,
+    error: str,
+    failures: int = 0,
+    events: Sequence[NewEvent] = (),
+) -> None:
+    """End the thread's step as `failed` or `blocked`, state and pending writes kept; raise `StaleLease` when stale."""
+    with store.transaction() as transaction:
+        locked = lock(transaction, fence)
+        transaction.run(_STOP, {**fence_params(fence), "status": status, "error": error, "failures": failures})
+        transaction.run(
+            _STOP_RUN,
+            {"run_id": locked.run_id, "status": status, "error": error, "run_steps": locked.run_steps},
+        )
+        insert_events(transaction, fence, locked.tenant, locked.run_id, events)
+
+
+_REFUSE_RUN = Statement(
+    lambda _dialect: (
+        update(thread)
+        .where(*fenced(thread))
+        .values(
+            **released(thread),
+            status=FAILED,
+            error=param("error"),
+            run_id=param("run_id"),
+            run_active=0,
+            run_steps=0,
+            queued=thread.c.queued - 1,
+            version=thread.c.version + 1,
+            updated_at=db_now(),
+        )
+    )
+)
+
+
+def refuse_run(store: Store, fence: Fence, run_id: str, error: str) -> None:
+    """End a queued run that cannot begin, because its input does not fit; raise `StaleLease` when the lease is gone."""
+    with store.transaction() as transaction:
+        lock(transaction, fence)
+        params = {"run_id": run_id, "status": FAILED, "error": error, "run_steps": 0}
+        transaction.run(_REFUSE_RUN, {**fence_params(fence), **params})
+        transaction.run(_STOP_RUN, params)

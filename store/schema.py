@@ -1,0 +1,333 @@
+"""The tables.
+
+A tour. A **thread** row is one execution history's present: its status, where its head checkpoint is, who holds its
+lease, when it is due and what must be in the queue for it. It is also the outbox: a due thread *is* the message, and
+the sweep publishes it again when the queue lost it. A **checkpoint** row is the past: written once, chained by digest,
+addressed by `(thread, branch, seq)`. A **run** is one input given to a thread. While a super-step is fanned out, each
+of its **node runs** has a row that looks like a small thread: its own lease, attempts, due time and, at the end, its
+pending write. An **effect** is the journal of one outside action. A **wait** is what a node run is parked on; an
+**approval** is the question behind a wait and a **decision** one person's word on it. A **signal** is kept until a wait
+consumes it. **audit** says who asked for what, and its unique command id is what makes every command idempotent.
+**event** is what nodes tell the world (`ctx.emit`). A **worker** row is one worker process and how long it is believed
+to be alive.
+
+Times are seconds since 1970 (UTC) by the database's clock. Payload columns are opaque bytes. Text columns hold names
+checked at the door or text escaped for the database. Every row carries its tenant. Tables are prefixed, so that they
+can live beside an application's own.
+"""
+
+from __future__ import annotations
+
+from sqlalchemy import (
+    BigInteger,
+    CheckConstraint,
+    Column,
+    Float,
+    Index,
+    Integer,
+    LargeBinary,
+    MetaData,
+    PrimaryKeyConstraint,
+    Table,
+    Text,
+    UniqueConstraint,
+)
+
+metadata = MetaData()
+
+READY, WAITING, BLOCKED = "ready", "waiting", "blocked"
+DONE, FAILED, CANCELLED = "done", "failed", "cancelled"
+QUEUED, RUNNING = "queued", "running"
+ENDED = (DONE, FAILED, CANCELLED)
+
+_AUTO_ID = BigInteger().with_variant(Integer, "sqlite")  # SQLite counts up only in an INTEGER primary key
+
+
+def _text(name: str, *, default: str | None = None) -> Column[str]:
+    return Column(name, Text, nullable=False, server_default=default)
+
+
+def _count(name: str) -> Column[int]:
+    return Column(name, Integer, nullable=False, server_default="0")
+
+
+def _time(name: str, *, nullable: bool = False) -> Column[float]:
+    return Column(name, Float(53), nullable=nullable)
+
+
+def _lease_columns() -> list[Column[object]]:
+    """Who may act on the row, what it has cost so far, and what must be in the queue for it."""
+    columns: list[Column[object]] = [
+        Column("version", Integer, nullable=False),
+        _time("due_at"),
+        Column("lease_nonce", Text),
+        Column("lease_worker", Text),
+        Column("lease_child", Integer),
+        _time("lease_deadline", nullable=True),
+        _time("lease_seconds"),  # how long the next lease lasts: the longest timeout due, plus grace
+        _count("starts"),  # times this step's body was entered
+        _count("failures"),  # attempts that ended in an error
+        _count("deaths"),  # attempts that took their process down
+        Column("last_death", Text),
+        _time("next_nudge_at"),
+        _count("nudges"),
+    ]
+    return columns
+
+
+worker = Table(
+    "keepstep_worker",
+    metadata,
+    Column("id", Text, primary_key=True),
+    _text("host"),
+    Column("pid", Integer, nullable=False),
+    Column("concurrency", Integer, nullable=False),
+    _text("carried"),  # "\n" graph "\x1f" version "\n" …: what it can run, searchable by substring
+    _text("release"),
+    _time("started_at"),
+    _time("alive_until"),
+)
+
+thread = Table(
+    "keepstep_thread",
+    metadata,
+    Column("id", Text, primary_key=True),
+    _text("tenant"),
+    _text("application"),
+    _text("agent"),  # the graph's name
+    _text("name"),
+    _text("graph_version"),
+    _text("status"),
+    _text("control", default=""),  # "" | "pause" | "cancel": written by people, only read by steps
+    Column("error", Text),  # JSON {"code", "message", …} of why it is blocked, failed or was cancelled
+    Column("branch", Integer, nullable=False, server_default="0"),
+    Column("seq", Integer, nullable=False),  # of the head checkpoint; -1: none yet
+    Column("snapshot_seq", Integer, nullable=False),  # where loading starts
+    Column("checkpoint_id", Text),
+    *_lease_columns(),
+    _count("fanned"),  # node runs of the step that is under way
+    _count("pending"),  # those of them that have not ended
+    Column("run_id", Text),
+    _count("run_active"),  # 1 from the run's begin until it is done, cancelled or given up
+    _count("run_steps"),  # super-steps of this run
+    Column("step_limit", Integer),
+    _count("runs"),  # runs ever given
+    _count("queued"),  # runs that have not begun
+    _time("created_at"),
+    _time("updated_at"),
+    UniqueConstraint("tenant", "application", "agent", "name", name="keepstep_thread_name"),
+    CheckConstraint(
+        "status IN ('ready','waiting','blocked','done','failed','cancelled')", name="keepstep_thread_status"
+    ),
+)
+Index(
+    "keepstep_thread_due",
+    thread.c.next_nudge_at,
+    postgresql_where=thread.c.status == READY,
+    sqlite_where=thread.c.status == READY,
+)
+
+run = Table(
+    "keepstep_run",
+    metadata,
+    Column("id", Text, primary_key=True),
+    _text("tenant"),
+    _text("thread_id"),
+    Column("number", Integer, nullable=False),  # 1, 2, … within the thread
+    _text("request_id"),
+    Column("request_digest", LargeBinary, nullable=False),
+    _text("status"),
+    Column("input", LargeBinary, nullable=False),
+    Column("step_limit", Integer),
+    _count("steps"),
+    Column("error", Text),
+    _time("created_at"),
+    _time("started_at", nullable=True),
+    _time("ended_at", nullable=True),
+    UniqueConstraint("tenant", "request_id", name="keepstep_run_request"),
+)
+Index("keepstep_run_thread", run.c.thread_id, run.c.number)
+
+checkpoint = Table(
+    "keepstep_checkpoint",
+    metadata,
+    Column("thread_id", Text, nullable=False),
+    Column("branch", Integer, nullable=False),
+    Column("seq", Integer, nullable=False),
+    _text("id"),
+    Column("parent_id", Text),
+    _text("tenant"),
+    _text("run_id"),
+    _text("kind"),  # "input" | "step" | "edit"
+    Column("change", LargeBinary),  # NULL: the snapshot is the change (first of a branch)
+    Column("snapshot", LargeBinary),
+    Column("cursor", LargeBinary, nullable=False),
+    Column("meta", LargeBinary, nullable=False),
+    Column("digest", LargeBinary, nullable=False),
+    Column("parent_digest", LargeBinary, nullable=False),
+    _time("created_at"),
+    PrimaryKeyConstraint("thread_id", "branch", "seq", name="keepstep_checkpoint_pkey"),
+)
+
+node_run = Table(
+    "keepstep_node_run",
+    metadata,
+    Column("thread_id", Text, nullable=False),
+    Column("branch", Integer, nullable=False),
+    Column("seq", Integer, nullable=False),  # of the checkpoint its super-step will write
+    _text("run"),  # "plan", "audit#3", "sub/act"
+    _text("tenant"),
+    _text("step"),  # the step key: an edit of the state keeps it
+    Column("position", Integer, nullable=False),
+    _text("node"),
+    Column("input", LargeBinary),  # what a Send carries; NULL: the thread's state
+    _text("status"),  # ready | waiting | blocked | done | failed | cancelled
+    Column("write", LargeBinary),  # the pending write
+    Column("error", Text),
+    *_lease_columns(),
+    _time("created_at"),
+    _time("started_at", nullable=True),
+    _time("ended_at", nullable=True),
+    PrimaryKeyConstraint("thread_id", "branch", "seq", "run", name="keepstep_node_run_pkey"),
+)
+Index(
+    "keepstep_node_run_due",
+    node_run.c.next_nudge_at,
+    postgresql_where=node_run.c.status == READY,
+    sqlite_where=node_run.c.status == READY,
+)
+
+effect = Table(
+    "keepstep_effect",
+    metadata,
+    Column("thread_id", Text, nullable=False),
+    _text("step"),  # the step key
+    _text("run"),
+    _text("call"),  # explicit key, or name + arguments digest + occurrence
+    _text("tenant"),
+    _text("name"),
+    _text("state"),  # intent | done | failed
+    _count("at_risk"),
+    Column("arguments_digest", LargeBinary, nullable=False),
+    Column("result", LargeBinary),
+    Column("error", Text),
+    _text("nonce"),  # of the attempt that began it: what fences its result
+    _count("calls"),
+    _time("deadline"),
+    _time("started_at"),
+    _time("ended_at", nullable=True),
+    PrimaryKeyConstraint("thread_id", "step", "run", "call", name="keepstep_effect_pkey"),
+)
+
+wait = Table(
+    "keepstep_wait",
+    metadata,
+    Column("thread_id", Text, nullable=False),
+    _text("step"),
+    _text("run"),
+    Column("occurrence", Integer, nullable=False),
+    _text("tenant"),
+    Column("branch", Integer, nullable=False),
+    Column("seq", Integer, nullable=False),  # with branch: the node run, when the step is fanned out
+    _text("kind"),  # approval | signal | timer
+    Column("digest", LargeBinary, nullable=False),  # of kind, question and arguments
+    _text("status"),  # open | answered | closed
+    Column("approval_id", Text),
+    Column("signal_name", Text),
+    Column("signal_key", Text),
+    _time("due_at", nullable=True),  # timer, time-out or expiry
+    Column("answer", LargeBinary),
+    _time("created_at"),
+    _time("answered_at", nullable=True),
+    PrimaryKeyConstraint("thread_id", "step", "run", "occurrence", name="keepstep_wait_pkey"),
+)
+Index(
+    "keepstep_wait_due",
+    wait.c.due_at,
+    postgresql_where=wait.c.status == "open",
+    sqlite_where=wait.c.status == "open",
+)
+
+approval = Table(
+    "keepstep_approval",
+    metadata,
+    Column("id", Text, primary_key=True),
+    _text("tenant"),
+    _text("thread_id"),
+    _text("step"),
+    _text("run"),
+    Column("occurrence", Integer, nullable=False),
+    _text("kind"),  # approve | ask
+    _text("status"),  # open | approved | rejected | answered | expired | withdrawn
+    Column("question", LargeBinary, nullable=False),  # question, arguments, context, to, schema
+    Column("quorum", Integer, nullable=False),
+    _text("on_expiry"),
+    _time("expires_at", nullable=True),
+    _time("created_at"),
+    _time("closed_at", nullable=True),
+)
+Index("keepstep_approval_thread", approval.c.thread_id)
+Index(
+    "keepstep_approval_open",
+    approval.c.tenant,
+    approval.c.created_at,
+    postgresql_where=approval.c.status == "open",
+    sqlite_where=approval.c.status == "open",
+)
+
+decision = Table(
+    "keepstep_decision",
+    metadata,
+    Column("approval_id", Text, nullable=False),
+    _text("id"),
+    _text("tenant"),
+    _text("by"),
+    _text("verdict"),
+    Column("payload", LargeBinary, nullable=False),
+    _time("at"),
+    PrimaryKeyConstraint("approval_id", "id", name="keepstep_decision_pkey"),
+)
+
+signal = Table(
+    "keepstep_signal",
+    metadata,
+    Column("id", _AUTO_ID, primary_key=True, autoincrement=True),
+    _text("tenant"),
+    _text("thread_id"),
+    _text("name"),
+    Column("key", Text),
+    Column("payload", LargeBinary, nullable=False),
+    _time("created_at"),
+    _time("expires_at"),
+    Column("consumed_by", Text),  # the wait that took it
+)
+Index("keepstep_signal_thread", signal.c.thread_id, signal.c.name)
+
+audit = Table(
+    "keepstep_audit",
+    metadata,
+    Column("id", _AUTO_ID, primary_key=True, autoincrement=True),
+    _text("tenant"),
+    Column("thread_id", Text),
+    _text("actor"),
+    _text("action"),
+    Column("command_id", Text),
+    Column("detail", Text),
+    _time("at"),
+    UniqueConstraint("tenant", "command_id", name="keepstep_audit_command"),
+)
+Index("keepstep_audit_thread", audit.c.thread_id, audit.c.id)
+
+event = Table(
+    "keepstep_event",
+    metadata,
+    Column("id", _AUTO_ID, primary_key=True, autoincrement=True),
+    _text("tenant"),
+    _text("thread_id"),
+    Column("run_id", Text),
+    Column("seq", Integer, nullable=False),
+    _text("run"),
+    Column("payload", LargeBinary, nullable=False),
+    _time("at"),
+)
+Index("keepstep_event_thread", event.c.thread_id, event.c.id)

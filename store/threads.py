@@ -1,0 +1,447 @@
+"""Threads as people and producers act on them: begin, find, pause, resume, cancel, retry."""
+
+from __future__ import annotations
+
+from typing import Any, NamedTuple
+
+from sqlalchemy import and_, case, func, insert, or_, select, update
+
+from keepstep.store.engine import Transaction
+from keepstep.store.leases import Nudge, released
+from keepstep.store.outcomes import NUDGE_SECONDS
+from keepstep.store.schema import (
+    BLOCKED,
+    CANCELLED,
+    DONE,
+    ENDED,
+    FAILED,
+    QUEUED,
+    READY,
+    RUNNING,
+    WAITING,
+    audit,
+    node_run,
+    run,
+    thread,
+    worker,
+)
+from keepstep.store.statements import Statement, contains, db_now, one_of, param
+from keepstep.store.waits import withdraw
+
+
+class ThreadState(NamedTuple):
+    """A thread under its lock, as a command finds it."""
+
+    id: str
+    tenant: str
+    application: str
+    agent: str
+    name: str
+    status: str
+    control: str
+    version: int
+    run_id: str | None
+    run_active: int
+    run_steps: int
+    branch: int
+    seq: int
+    fanned: int
+    queued: int
+
+
+class RunState(NamedTuple):
+    """A run as a repeated request finds it."""
+
+    id: str
+    thread_id: str
+    request_digest: bytes
+    status: str
+
+
+_STATE = [thread.c[name] for name in ThreadState._fields]
+_BY_NAME = Statement(
+    lambda _dialect: (
+        select(*_STATE)
+        .where(
+            thread.c.tenant == param("tenant"),
+            thread.c.application == param("application"),
+            thread.c.agent == param("agent"),
+            thread.c.name == param("name"),
+        )
+        .with_for_update()
+    )
+)
+_NAMED = Statement(
+    lambda _dialect: (
+        select(thread.c.id, thread.c.application, thread.c.agent)
+        .where(thread.c.tenant == param("tenant"), or_(thread.c.name == param("name"), thread.c.id == param("name")))
+        .order_by(thread.c.application, thread.c.agent)
+        .limit(10)
+    )
+)
+_BY_ID = Statement(lambda _dialect: select(*_STATE).where(thread.c.id == param("id")).with_for_update())
+_BY_REQUEST = Statement(
+    lambda _dialect: select(*(run.c[name] for name in RunState._fields)).where(
+        run.c.tenant == param("tenant"), run.c.request_id == param("request_id")
+    )
+)
+_NEW_THREAD = Statement(
+    lambda _dialect: insert(thread).values(
+        id=param("id"),
+        tenant=param("tenant"),
+        application=param("application"),
+        agent=param("agent"),
+        name=param("name"),
+        graph_version=param("graph_version"),
+        status=READY,
+        seq=-1,
+        snapshot_seq=0,
+        version=1,
+        due_at=db_now(),
+        lease_seconds=param("lease_seconds"),
+        next_nudge_at=db_now() + NUDGE_SECONDS,
+        runs=1,
+        queued=1,
+        created_at=db_now(),
+        updated_at=db_now(),
+    )
+)
+_ADD_RUN = Statement(
+    lambda _dialect: (
+        update(thread)
+        .where(thread.c.id == param("id"))
+        .values(
+            runs=thread.c.runs + 1,
+            queued=thread.c.queued + 1,
+            # A thread whose last run has ended begins at once; one that is under way gets to it later.
+            status=case((one_of(thread.c.status, ENDED), READY), else_=thread.c.status),
+            run_active=case((one_of(thread.c.status, ENDED), 0), else_=thread.c.run_active),
+            control=case((one_of(thread.c.status, ENDED), ""), else_=thread.c.control),
+            error=case((one_of(thread.c.status, ENDED), None), else_=thread.c.error),
+            fanned=case((one_of(thread.c.status, ENDED), 0), else_=thread.c.fanned),
+            pending=case((one_of(thread.c.status, ENDED), 0), else_=thread.c.pending),
+            failures=case((one_of(thread.c.status, ENDED), 0), else_=thread.c.failures),
+            deaths=case((one_of(thread.c.status, ENDED), 0), else_=thread.c.deaths),
+            graph_version=case((one_of(thread.c.status, ENDED), param("graph_version")), else_=thread.c.graph_version),
+            version=thread.c.version + case((one_of(thread.c.status, ENDED), 1), else_=0),
+            due_at=case((one_of(thread.c.status, ENDED), db_now()), else_=thread.c.due_at),
+            next_nudge_at=case(
+                (one_of(thread.c.status, ENDED), db_now() + NUDGE_SECONDS), else_=thread.c.next_nudge_at
+            ),
+            updated_at=db_now(),
+        )
+        .returning(thread.c.runs, thread.c.version)
+    )
+)
+_NEW_RUN = Statement(
+    lambda _dialect: insert(run).values(
+        id=param("id"),
+        tenant=param("tenant"),
+        thread_id=param("thread_id"),
+        number=param("number"),
+        request_id=param("request_id"),
+        request_digest=param("request_digest"),
+        status=QUEUED,
+        input=param("input"),
+        step_limit=param("step_limit"),
+        created_at=db_now(),
+    )
+)
+_ANYBODY_CARRIES = Statement(
+    lambda _dialect: (
+        select(worker.c.carried)
+        .where(worker.c.alive_until > db_now(), contains(worker.c.carried, param("prefix")) > 0)
+        .order_by(worker.c.started_at.desc())
+        .limit(1)
+    )
+)
+
+
+class NewRun(NamedTuple):
+    """A run to be accepted."""
+
+    id: str
+    request_id: str
+    request_digest: bytes
+    input: bytes
+    step_limit: int | None
+
+
+def by_name(transaction: Transaction, tenant: str, application: str, agent: str, name: str) -> ThreadState | None:
+    """Return a thread by its full name, locked; None when there is none."""
+    params = {"tenant": tenant, "application": application, "agent": agent, "name": name}
+    row = transaction.row(_BY_NAME, params)
+    return None if row is None else ThreadState(*row)
+
+
+def named(transaction: Transaction, tenant: str, name: str) -> list[tuple[str, str, str]]:
+    """Return (id, application, agent) of up to ten threads of a tenant that a name or id may mean."""
+    return [(row[0], row[1], row[2]) for row in transaction.rows(_NAMED, {"tenant": tenant, "name": name})]
+
+
+def by_id(transaction: Transaction, thread_id: str) -> ThreadState | None:
+    """Return a thread by its id, locked; None when there is none."""
+    row = transaction.row(_BY_ID, {"id": thread_id})
+    return None if row is None else ThreadState(*row)
+
+
+def run_of_request(transaction: Transaction, tenant: str, request_id: str) -> RunState | None:
+    """Return the run that a request already started, or None."""
+    row = transaction.row(_BY_REQUEST, {"tenant": tenant, "request_id": request_id})
+    return None if row is None else RunState(row[0], row[1], bytes(row[2]), row[3])
+
+
+def version_carried(transaction: Transaction, graph: str) -> str | None:
+    """Return the version of a graph that the newest live worker carries, or None when none carries the graph."""
+    prefix = f"\n{graph}\x1f"
+    row = transaction.row(_ANYBODY_CARRIES, {"prefix": prefix})
+    return None if row is None else str(row[0]).split(prefix, 1)[1].split("\n", 1)[0]
+
+
+def create(
+    transaction: Transaction,
+    *,
+    thread_id: str,
+    tenant: str,
+    application: str,
+    agent: str,
+    name: str,
+    graph_version: str,
+    lease_seconds: float,
+    first: NewRun,
+) -> Nudge:
+    """Create a thread with its first run queued; return its nudge."""
+    transaction.run(
+        _NEW_THREAD,
+        {
+            "id": thread_id,
+            "tenant": tenant,
+            "application": application,
+            "agent": agent,
+            "name": name,
+            "graph_version": graph_version,
+            "lease_seconds": lease_seconds,
+        },
+    )
+    transaction.run(_NEW_RUN, {**first._asdict(), "tenant": tenant, "thread_id": thread_id, "number": 1})
+    return Nudge("step", thread_id, 1)
+
+
+def add_run(transaction: Transaction, found: ThreadState, graph_version: str, new: NewRun) -> Nudge | None:
+    """Queue another run of a thread; return its nudge when it begins at once."""
+    idle = found.status in ENDED
+    number, version = transaction.rows(_ADD_RUN, {"id": found.id, "graph_version": graph_version})[0]
+    params = {**new._asdict(), "tenant": found.tenant, "thread_id": found.id, "number": number}
+    transaction.run(_NEW_RUN, params)
+    return Nudge("step", found.id, version) if idle else None
+
+
+# --- control --------------------------------------------------------------------------------------------------------------
+
+_PAUSE = Statement(
+    lambda _dialect: update(thread).where(thread.c.id == param("id")).values(control="pause", updated_at=db_now())
+)
+_RESUME = Statement(
+    lambda _dialect: (
+        update(thread)
+        .where(thread.c.id == param("id"))
+        .values(control="", next_nudge_at=db_now() + NUDGE_SECONDS, nudges=0, updated_at=db_now())
+    )
+)
+_CANCEL = Statement(
+    lambda _dialect: (
+        update(thread)
+        .where(thread.c.id == param("id"))
+        .values(
+            # Taking the nonce away refuses whatever the running attempt still wants to write or begin.
+            **released(thread),
+            status=CANCELLED,
+            control="cancel",
+            error=param("error"),
+            version=thread.c.version + 1,
+            queued=0,
+            run_active=0,
+            updated_at=db_now(),
+        )
+    )
+)
+_CANCEL_NODE_RUNS = Statement(
+    lambda _dialect: (
+        update(node_run)
+        .where(
+            node_run.c.thread_id == param("id"),
+            node_run.c.branch == param("branch"),
+            node_run.c.seq == param("seq"),
+            one_of(node_run.c.status, (READY, WAITING, BLOCKED)),
+        )
+        .values(**released(node_run), status=CANCELLED, version=node_run.c.version + 1, ended_at=db_now())
+    )
+)
+_CANCEL_RUNS = Statement(
+    lambda _dialect: (
+        update(run)
+        .where(
+            run.c.thread_id == param("id"),
+            or_(one_of(run.c.status, (QUEUED, RUNNING)), run.c.id == param("run_id")),
+            run.c.status != DONE,
+        )
+        .values(
+            status=CANCELLED,
+            ended_at=db_now(),
+            steps=case((run.c.id == param("run_id"), param("run_steps")), else_=run.c.steps),
+        )
+    )
+)
+_RETRY = Statement(
+    lambda _dialect: (
+        update(thread)
+        .where(thread.c.id == param("id"))
+        .values(
+            status=param("status"),
+            error=None,
+            control="",
+            failures=0,
+            deaths=0,
+            last_death=None,
+            pending=param("pending"),
+            step_limit=func.coalesce(param("step_limit"), thread.c.step_limit),
+            version=thread.c.version + 1,
+            due_at=db_now(),
+            next_nudge_at=db_now() + NUDGE_SECONDS,
+            nudges=0,
+            updated_at=db_now(),
+        )
+        .returning(thread.c.version)
+    )
+)
+_RETRY_NODE_RUNS = Statement(
+    lambda _dialect: (
+        update(node_run)
+        .where(
+            node_run.c.thread_id == param("id"),
+            node_run.c.branch == param("branch"),
+            node_run.c.seq == param("seq"),
+            one_of(node_run.c.status, (FAILED, BLOCKED)),
+        )
+        .values(
+            status=READY,
+            error=None,
+            failures=0,
+            deaths=0,
+            last_death=None,
+            version=node_run.c.version + 1,
+            due_at=db_now(),
+            next_nudge_at=db_now() + NUDGE_SECONDS,
+            nudges=0,
+            ended_at=None,
+        )
+        .returning(node_run.c.version, node_run.c.run)
+    )
+)
+_RESUME_RUN = Statement(
+    lambda _dialect: (
+        update(run)
+        .where(run.c.id == param("run_id"), one_of(run.c.status, (FAILED, CANCELLED)))
+        .values(status=RUNNING, error=None, ended_at=None)
+    )
+)
+_DUE_NODE_RUNS = Statement(
+    lambda _dialect: select(node_run.c.version, node_run.c.run).where(
+        and_(
+            node_run.c.thread_id == param("id"),
+            node_run.c.branch == param("branch"),
+            node_run.c.seq == param("seq"),
+            node_run.c.status == READY,
+        )
+    )
+)
+
+
+def _place(found: ThreadState) -> dict[str, Any]:
+    return {"id": found.id, "branch": found.branch, "seq": found.seq + 1, "run_id": found.run_id}
+
+
+def pause(transaction: Transaction, found: ThreadState) -> None:
+    """Let the running step finish and take no other."""
+    transaction.run(_PAUSE, {"id": found.id})
+
+
+def resume(transaction: Transaction, found: ThreadState) -> list[Nudge]:
+    """Take the pause away; return the nudges of what is due."""
+    transaction.run(_RESUME, {"id": found.id})
+    if found.status == READY:
+        return [Nudge("step", found.id, found.version)]
+    rows = transaction.rows(_DUE_NODE_RUNS, _place(found))
+    return [Nudge("node", found.id, version, found.seq + 1, name) for version, name in rows]
+
+
+def cancel(transaction: Transaction, found: ThreadState, error: str) -> None:
+    """End the thread's run and those queued behind it; what the running attempt still wants to do is refused."""
+    place = _place(found)
+    transaction.run(_CANCEL, {"id": found.id, "error": error})
+    transaction.run(_CANCEL_NODE_RUNS, place)
+    withdraw(transaction, found.id)
+    transaction.run(_CANCEL_RUNS, {**place, "run_steps": found.run_steps})
+
+
+def retry(transaction: Transaction, found: ThreadState, step_limit: int | None) -> list[Nudge]:
+    """Continue a failed or blocked run: only what failed runs again; return the nudges."""
+    place = _place(found)
+    again = transaction.rows(_RETRY_NODE_RUNS, place) if found.fanned else []
+    status = WAITING if again else READY
+    params = {"id": found.id, "status": status, "pending": len(again), "step_limit": step_limit}
+    version = transaction.rows(_RETRY, params)[0][0]
+    transaction.run(_RESUME_RUN, place)
+    if not again:
+        return [Nudge("step", found.id, version)]
+    return [Nudge("node", found.id, row[0], found.seq + 1, row[1]) for row in again]
+
+
+# --- audit ----------------------------------------------------------------------------------------------------------------
+
+_AUDITED = Statement(
+    lambda _dialect: select(audit.c.thread_id, audit.c.detail).where(
+        audit.c.tenant == param("tenant"), audit.c.command_id == param("command_id")
+    )
+)
+_AUDIT = Statement(
+    lambda _dialect: insert(audit).values(
+        tenant=param("tenant"),
+        thread_id=param("thread_id"),
+        actor=param("actor"),
+        action=param("action"),
+        command_id=param("command_id"),
+        detail=param("detail"),
+        at=db_now(),
+    )
+)
+
+
+def audited(transaction: Transaction, tenant: str, command_id: str) -> str | None:
+    """Return the thread that a command was already applied to, or None when it is new."""
+    row = transaction.row(_AUDITED, {"tenant": tenant, "command_id": command_id})
+    return None if row is None else str(row[0])
+
+
+def record_audit(
+    transaction: Transaction,
+    *,
+    tenant: str,
+    thread_id: str | None,
+    actor: str,
+    action: str,
+    command_id: str | None = None,
+    detail: str | None = None,
+) -> None:
+    """Say who asked for what. Its unique command id makes the command idempotent."""
+    transaction.run(
+        _AUDIT,
+        {
+            "tenant": tenant,
+            "thread_id": thread_id,
+            "actor": actor,
+            "action": action,
+            "command_id": command_id,
+            "detail": detail,
+        },
+    )

@@ -1,0 +1,341 @@
+"""Waits and how they are answered: by a decision, a signal or the time.
+
+Whoever answers a wait locks the thread first. When the node run it belongs to has no open wait left, the node run (or
+the thread, when the step is not fanned out) becomes ready, in the same transaction: an accepted answer cannot be
+separated from its effect by a crash.
+"""
+
+from __future__ import annotations
+
+from typing import Any, NamedTuple
+
+from sqlalchemy import Text as TextType
+from sqlalchemy import and_, case, cast, func, insert, or_, select, update
+from sqlalchemy.sql.base import Executable
+
+from keepstep.store.engine import Store, Transaction
+from keepstep.store.leases import Nudge
+from keepstep.store.outcomes import NUDGE_SECONDS
+from keepstep.store.schema import READY, WAITING, approval, decision, node_run, thread, wait
+from keepstep.store.statements import Statement, db_now, param
+
+
+class WaitState(NamedTuple):
+    """A wait as the node run that asks for it again finds it."""
+
+    occurrence: int
+    kind: str
+    digest: bytes
+    status: str
+    approval_id: str | None
+    answer: bytes | None
+    """None on an answered wait: the time ran out."""
+
+
+class WaitKey(NamedTuple):
+    """Where a wait is, and the node run it holds up."""
+
+    thread_id: str
+    step: str
+    run: str
+    occurrence: int
+    branch: int
+    seq: int
+
+
+class ApprovalState(NamedTuple):
+    """An approval under its thread's lock."""
+
+    id: str
+    tenant: str
+    thread_id: str
+    kind: str
+    status: str
+    question: bytes
+    quorum: int
+    on_expiry: str
+    expired: int
+
+
+class DecisionState(NamedTuple):
+    """One person's word."""
+
+    id: str
+    by: str
+    verdict: str
+    payload: bytes
+
+
+_OF_RUN = Statement(
+    lambda _dialect: (
+        select(*(wait.c[name] for name in WaitState._fields))
+        .where(
+            wait.c.thread_id == param("thread_id"),
+            wait.c.step == param("step"),
+            wait.c.run == param("run"),
+        )
+        .order_by(wait.c.occurrence)
+    )
+)
+_KEY_COLUMNS = [wait.c[name] for name in WaitKey._fields]
+_OF_APPROVAL = Statement(lambda _dialect: select(*_KEY_COLUMNS).where(wait.c.approval_id == param("approval_id")))
+_THREAD_OF = Statement(lambda _dialect: select(approval.c.thread_id).where(approval.c.id == param("id")))
+_LOCK = Statement(
+    lambda _dialect: select(thread.c.id, thread.c.status).where(thread.c.id == param("thread_id")).with_for_update()
+)
+_ANSWER = Statement(
+    lambda _dialect: (
+        update(wait)
+        .where(
+            wait.c.thread_id == param("thread_id"),
+            wait.c.step == param("step"),
+            wait.c.run == param("run"),
+            wait.c.occurrence == param("occurrence"),
+            wait.c.status == "open",
+        )
+        .values(status="answered", answer=param("answer"), answered_at=db_now())
+    )
+)
+_STILL_OPEN = Statement(
+    lambda _dialect: (
+        select(func.count())
+        .select_from(wait)
+        .where(
+            wait.c.thread_id == param("thread_id"),
+            wait.c.step == param("step"),
+            wait.c.run == param("run"),
+            wait.c.status == "open",
+        )
+    )
+)
+_WOKEN = {"status": READY, "next_nudge_at": db_now() + NUDGE_SECONDS, "due_at": db_now(), "nudges": 0}
+_WAKE_NODE = Statement(
+    lambda _dialect: (
+        update(node_run)
+        .where(
+            node_run.c.thread_id == param("thread_id"),
+            node_run.c.branch == param("branch"),
+            node_run.c.seq == param("seq"),
+            node_run.c.run == param("run"),
+            node_run.c.status == WAITING,
+        )
+        .values(**_WOKEN, version=node_run.c.version + 1)
+        .returning(node_run.c.version)
+    )
+)
+_WAKE_THREAD = Statement(
+    lambda _dialect: (
+        update(thread)
+        .where(
+            thread.c.id == param("thread_id"),
+            thread.c.status == WAITING,
+            thread.c.fanned == 0,
+            thread.c.branch == param("branch"),
+            thread.c.seq + 1 == param("seq"),
+        )
+        .values(**_WOKEN, version=thread.c.version + 1)
+        .returning(thread.c.version)
+    )
+)
+
+
+def of_run(store: Store, thread_id: str, step: str, run: str) -> list[WaitState]:
+    """Return the waits a node run has asked for, in the order it asked."""
+    rows = store.rows(_OF_RUN, {"thread_id": thread_id, "step": step, "run": run})
+    return [WaitState(*_as_bytes(row)) for row in rows]
+
+
+def _as_bytes(row: tuple[Any, ...]) -> tuple[Any, ...]:
+    return tuple(bytes(value) if isinstance(value, memoryview) else value for value in row)
+
+
+def lock_thread(transaction: Transaction, thread_id: str) -> str | None:
+    """Lock a thread; return its status, or None when there is no such thread."""
+    row = transaction.row(_LOCK, {"thread_id": thread_id})
+    return None if row is None else str(row[1])
+
+
+def answer(transaction: Transaction, key: WaitKey, payload: bytes | None) -> Nudge | None:
+    """Answer an open wait; return the nudge of what it woke, None when something else is still waited for.
+
+    The thread's lock is held. `payload` None says that the time ran out.
+    """
+    params = {**key._asdict(), "answer": payload}
+    if transaction.run(_ANSWER, params) == 0:
+        return None
+    if transaction.rows(_STILL_OPEN, params)[0][0]:
+        return None
+    woken = transaction.row(_WAKE_NODE, params)
+    if woken is not None:
+        return Nudge("node", key.thread_id, woken[0], key.seq, key.run)
+    woken = transaction.row(_WAKE_THREAD, params)
+    return None if woken is None else Nudge("step", key.thread_id, woken[0])
+
+
+# --- approvals ------------------------------------------------------------------------------------------------------------
+
+_APPROVAL = Statement(
+    lambda _dialect: (
+        select(
+            *(approval.c[name] for name in ApprovalState._fields if name != "expired"),
+            case((approval.c.expires_at <= db_now(), 1), else_=0),
+        )
+        .where(approval.c.id == param("id"))
+        .with_for_update()
+    )
+)
+_OPEN_OF_THREAD = Statement(
+    lambda _dialect: (
+        select(approval.c.id)
+        .where(approval.c.thread_id == param("thread_id"), approval.c.status == "open")
+        .order_by(approval.c.created_at, approval.c.id)
+        .limit(20)
+    )
+)
+_DECISIONS = Statement(
+    lambda _dialect: (
+        select(*(decision.c[name] for name in DecisionState._fields))
+        .where(decision.c.approval_id == param("id"))
+        .order_by(decision.c.at, decision.c.id)
+    )
+)
+_RECORD = Statement(
+    lambda _dialect: insert(decision).values(
+        approval_id=param("approval_id"),
+        id=param("id"),
+        tenant=param("tenant"),
+        by=param("by"),
+        verdict=param("verdict"),
+        payload=param("payload"),
+        at=db_now(),
+    )
+)
+_CLOSE = Statement(
+    lambda _dialect: (
+        update(approval)
+        .where(approval.c.id == param("id"), approval.c.status == "open")
+        .values(status=param("status"), closed_at=db_now())
+    )
+)
+
+
+def thread_of_approval(transaction: Transaction, approval_id: str) -> str | None:
+    """Return the id of the thread an approval belongs to, or None: to be locked before the approval is."""
+    row = transaction.row(_THREAD_OF, {"id": approval_id})
+    return None if row is None else str(row[0])
+
+
+def lock_approval(transaction: Transaction, approval_id: str) -> ApprovalState:
+    """Return an approval that exists, locked; its thread is locked already."""
+    return ApprovalState(*_as_bytes(transaction.rows(_APPROVAL, {"id": approval_id})[0]))
+
+
+def open_approvals(transaction: Transaction, thread_id: str) -> list[str]:
+    """Return the ids of up to 20 open approvals of a thread, oldest first."""
+    return [row[0] for row in transaction.rows(_OPEN_OF_THREAD, {"thread_id": thread_id})]
+
+
+def decisions(transaction: Transaction, approval_id: str) -> list[DecisionState]:
+    """Return the decisions on an approval, oldest first."""
+    return [DecisionState(*_as_bytes(row)) for row in transaction.rows(_DECISIONS, {"id": approval_id})]
+
+
+def record_decision(transaction: Transaction, approval_id: str, tenant: str, new: DecisionState) -> None:
+    """Record one person's decision."""
+    transaction.run(_RECORD, {"approval_id": approval_id, "tenant": tenant, **new._asdict()})
+
+
+def close_approval(transaction: Transaction, approval_id: str, status: str, payload: bytes | None) -> Nudge | None:
+    """Close an open approval and answer its wait; return the nudge of what it woke."""
+    transaction.run(_CLOSE, {"id": approval_id, "status": status})
+    key = WaitKey(*transaction.rows(_OF_APPROVAL, {"approval_id": approval_id})[0])
+    return answer(transaction, key, payload)
+
+
+# --- signals and time ----------------------------------------------------------------------------------------------------
+
+_FOR_SIGNAL = Statement(
+    lambda _dialect: (
+        select(*_KEY_COLUMNS)
+        .where(
+            wait.c.thread_id == param("thread_id"),
+            wait.c.kind == "signal",
+            wait.c.status == "open",
+            wait.c.signal_name == param("name"),
+            or_(wait.c.signal_key.is_(None), wait.c.signal_key == cast(param("key"), TextType)),
+        )
+        .order_by(wait.c.created_at, wait.c.run, wait.c.occurrence)
+        .limit(1)
+    )
+)
+
+
+def wait_for_signal(transaction: Transaction, thread_id: str, name: str, key: str | None) -> WaitKey | None:
+    """Return the oldest open wait that a signal answers. The thread's lock is held."""
+    row = transaction.row(_FOR_SIGNAL, {"thread_id": thread_id, "name": name, "key": key})
+    return None if row is None else WaitKey(*row)
+
+
+_DUE = Statement(
+    lambda _dialect: (
+        select(wait.c.thread_id)
+        .where(wait.c.status == "open", wait.c.due_at <= db_now())
+        .order_by(wait.c.due_at)
+        .limit(param("limit"))
+    )
+)
+
+
+def _lock_unless_busy(dialect: str) -> Executable:
+    busy = dialect == "postgresql"
+    return select(thread.c.id).where(thread.c.id == param("thread_id")).with_for_update(skip_locked=busy)
+
+
+_LOCK_UNLESS_BUSY = Statement(_lock_unless_busy)
+_DUE_OF_THREAD = Statement(
+    lambda _dialect: select(*_KEY_COLUMNS, wait.c.approval_id).where(
+        and_(wait.c.thread_id == param("thread_id"), wait.c.status == "open", wait.c.due_at <= db_now())
+    )
+)
+
+
+def fire_due(store: Store, *, limit: int) -> list[Nudge]:
+    """Answer every wait whose time has come; return the nudges of what they woke.
+
+    One transaction per thread, so that two threads are never locked together. A thread that somebody else has locked
+    is left to them or to the next sweep.
+    """
+    nudges = []
+    for thread_id in dict.fromkeys(row[0] for row in store.rows(_DUE, {"limit": limit})):
+        with store.transaction() as transaction:
+            if transaction.row(_LOCK_UNLESS_BUSY, {"thread_id": thread_id}) is None:
+                continue
+            for row in transaction.rows(_DUE_OF_THREAD, {"thread_id": thread_id}):
+                key, approval_id = WaitKey(*row[:-1]), row[-1]
+                if approval_id is None:
+                    nudge = answer(transaction, key, None)
+                else:
+                    nudge = close_approval(transaction, approval_id, "expired", None)
+                if nudge is not None:
+                    nudges.append(nudge)
+    return nudges
+
+
+_CLOSE_WAITS = Statement(
+    lambda _dialect: (
+        update(wait).where(wait.c.thread_id == param("thread_id"), wait.c.status == "open").values(status="closed")
+    )
+)
+_WITHDRAW = Statement(
+    lambda _dialect: (
+        update(approval)
+        .where(approval.c.thread_id == param("thread_id"), approval.c.status == "open")
+        .values(status="withdrawn", closed_at=db_now())
+    )
+)
+
+
+def withdraw(transaction: Transaction, thread_id: str) -> None:
+    """Close every open wait and approval of a thread that ends. The thread's lock is held."""
+    transaction.run(_CLOSE_WAITS, {"thread_id": thread_id})
+    transaction.run(_WITHDRAW, {"thread_id": thread_id})

@@ -1,0 +1,204 @@
+"""Worker processes: who is believed to be alive, and what becomes of the leases of those who are not.
+
+A worker renews its row from a thread of its own. One that has not renewed for the liveness window is given up: its
+leases are released and its row is deleted, which it learns when its next renewal finds no row. It then registers
+again under the id that its pool children know; that revives no lease, because a lease is its nonce.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Any, NamedTuple
+
+from sqlalchemy import Table, and_, delete, exists, func, insert, literal, select, update
+from sqlalchemy import Text as TextType
+
+from keepstep.ids import new_id
+from keepstep.store.engine import Store, Transaction
+from keepstep.store.leases import Nudge, carried_key, released
+from keepstep.store.outcomes import NUDGE_SECONDS
+from keepstep.store.schema import READY, node_run, thread, worker
+from keepstep.store.statements import Row, Statement, db_now, param
+
+
+class WorkerState(NamedTuple):
+    """A worker as the database knows it."""
+
+    id: str
+    host: str
+    pid: int
+    concurrency: int
+    carried: str
+    release: str
+    started_at: float
+    alive_until: float
+
+
+def carried_text(graphs: Sequence[tuple[str, str]]) -> str:
+    """Return how (graph, version) pairs stand in a worker's row and in its claims."""
+    return "".join(carried_key(graph, version) for graph, version in graphs)
+
+
+_REGISTER = Statement(
+    lambda _dialect: insert(worker).values(
+        id=param("id"),
+        host=param("host"),
+        pid=param("pid"),
+        concurrency=param("concurrency"),
+        carried=param("carried"),
+        release=param("release"),
+        started_at=db_now(),
+        alive_until=db_now() + param("window"),
+    )
+)
+_RENEW = Statement(
+    lambda _dialect: (
+        update(worker)
+        .where(worker.c.id == param("id"))
+        .values(alive_until=db_now() + param("window"))
+        .returning(db_now())
+    )
+)
+_LIVE = Statement(
+    lambda _dialect: (
+        select(*(worker.c[name] for name in WorkerState._fields))
+        .where(worker.c.alive_until > db_now())
+        .order_by(worker.c.started_at)
+    )
+)
+_GONE = Statement(lambda _dialect: select(worker.c.id).where(worker.c.alive_until <= db_now()))
+_FORGET = Statement(lambda _dialect: delete(worker).where(worker.c.id == param("worker")))
+_FORGET_GONE = Statement(
+    lambda _dialect: (
+        delete(worker).where(worker.c.id == param("worker"), worker.c.alive_until <= db_now()).returning(worker.c.id)
+    )
+)
+
+
+def _release(table: Table, *, child: bool) -> Statement:
+    held = [table.c.status == READY, table.c.lease_worker == param("worker")]
+    if child:
+        held.append(table.c.lease_child == param("child"))
+    columns = [table.c.version] if table is thread else [table.c.version, table.c.seq, table.c.run]
+    thread_id = table.c.id if table is thread else table.c.thread_id
+    return Statement(
+        lambda _dialect: (
+            update(table)
+            .where(*held)
+            .values(
+                **released(table),
+                deaths=table.c.deaths + param("deaths"),
+                last_death=func.coalesce(param("reason"), table.c.last_death),
+                next_nudge_at=db_now() + NUDGE_SECONDS,
+                nudges=0,
+            )
+            .returning(thread_id, *columns)
+        )
+    )
+
+
+_RELEASE_CHILD = [_release(thread, child=True), _release(node_run, child=True)]
+_RELEASE_ALL = [_release(thread, child=False), _release(node_run, child=False)]
+
+
+def register(
+    store: Store,
+    *,
+    host: str,
+    pid: int,
+    concurrency: int,
+    graphs: Sequence[tuple[str, str]],
+    release: str,
+    window_seconds: float,
+    worker_id: str | None = None,
+) -> str:
+    """Register a worker process; return its id: a new one, or the one it had before it was given up."""
+    worker_id = worker_id or new_id()
+    values = {"id": worker_id, "host": host, "pid": pid, "concurrency": concurrency, "release": release}
+    with store.transaction() as transaction:
+        transaction.run(_REGISTER, {**values, "carried": carried_text(graphs), "window": window_seconds})
+    return worker_id
+
+
+def renew(store: Store, worker_id: str, *, window_seconds: float) -> float | None:
+    """Say that a worker is alive; return the database's time, or None when it was given up meanwhile."""
+    rows = store.rows(_RENEW, {"id": worker_id, "window": window_seconds})
+    return float(rows[0][0]) if rows else None
+
+
+def live(store: Store) -> list[WorkerState]:
+    """Return the workers that are believed to be alive, oldest first."""
+    return [WorkerState(*row) for row in store.rows(_LIVE, {})]
+
+
+def release_child(store: Store, worker_id: str, child: int, *, reason: str) -> list[Nudge]:
+    """Release what a dead pool child held, counting its death; return the nudges."""
+    with store.transaction() as transaction:
+        return _released(transaction, _RELEASE_CHILD, worker_id, deaths=1, reason=reason, child=child)
+
+
+def leave(store: Store, worker_id: str) -> list[Nudge]:
+    """Deregister a worker that stops in good order; what it still holds is handed over and counts as no death."""
+    with store.transaction() as transaction:
+        nudges = _released(transaction, _RELEASE_ALL, worker_id, deaths=0, reason=None)
+        transaction.run(_FORGET, {"worker": worker_id})
+    return nudges
+
+
+def take_over(store: Store) -> list[Nudge]:
+    """Give up every worker whose time is over, releasing what it held; return the nudges."""
+    nudges: list[Nudge] = []
+    for (worker_id,) in store.rows(_GONE, {}):
+        with store.transaction() as transaction:
+            # Deleting the row first decides between two sweeps, and between a sweep and a renewal.
+            if transaction.rows(_FORGET_GONE, {"worker": worker_id}):
+                reason = "its worker was lost"
+                nudges += _released(transaction, _RELEASE_ALL, worker_id, deaths=1, reason=reason)
+    return nudges
+
+
+def _released(
+    transaction: Transaction,
+    statements: Sequence[Statement],
+    worker_id: str,
+    *,
+    deaths: int,
+    reason: str | None,
+    child: int = 0,
+) -> list[Nudge]:
+    params: dict[str, Any] = {"worker": worker_id, "child": child, "deaths": deaths, "reason": reason}
+    of_threads, of_node_runs = statements
+    nudges = [Nudge("step", *row) for row in transaction.rows(of_threads, params)]
+    nudges += [Nudge("node", *row) for row in transaction.rows(of_node_runs, params)]
+    return nudges
+
+
+# A lease whose worker has no row: it was taken in the moment in which the worker was given up.
+def _orphaned(table: Table) -> Statement:
+    columns = [table.c.version] if table is thread else [table.c.version, table.c.seq, table.c.run]
+    thread_id = table.c.id if table is thread else table.c.thread_id
+    known = exists().where(worker.c.id == table.c.lease_worker)
+    return Statement(
+        lambda _dialect: (
+            update(table)
+            .where(and_(table.c.status == READY, table.c.lease_worker.is_not(None), ~known))
+            .values(
+                **released(table),
+                last_death=literal("its worker was lost", TextType),
+                deaths=table.c.deaths + 1,
+                next_nudge_at=db_now() + NUDGE_SECONDS,
+                nudges=0,
+            )
+            .returning(thread_id, *columns)
+        )
+    )
+
+
+_ORPHANED = [_orphaned(thread), _orphaned(node_run)]
+
+
+def adopt_orphans(store: Store) -> list[Nudge]:
+    """Release leases whose worker is no longer registered at all; return the nudges."""
+    of_threads, of_node_runs = _ORPHANED
+    rows: list[Row] = store.rows(of_threads, {})
+    return [Nudge("step", *row) for row in rows] + [Nudge("node", *row) for row in store.rows(of_node_runs, {})]

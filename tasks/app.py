@@ -1,0 +1,35 @@
+"""The Celery app. Its configuration is read when it is first needed: importing this reads no setting."""
+
+from __future__ import annotations
+
+import importlib.util
+from typing import Any
+
+from celery import Celery, signals
+
+from keepstep import settings
+from keepstep.tasks import config, logs
+
+
+def _defaults() -> dict[str, Any]:
+    return config.celery_defaults(settings.load())
+
+
+@signals.setup_logging.connect  # type: ignore[untyped-decorator]
+def _set_up_logging(loglevel: int, **_: object) -> None:
+    """Log as Keepstep does; connected here because Celery sets its logging up before it loads the worker's steps."""
+    logs.configure(loglevel)
+
+
+def _make_app() -> Celery:
+    made = Celery("keepstep", include=["keepstep.tasks.nudges"])
+    made.add_defaults(_defaults)
+    # The deployment's file stands over the defaults. It is looked for by name, so that an error inside it is an error.
+    if importlib.util.find_spec("celeryconfig") is not None:
+        made.config_from_object("celeryconfig")
+    # By name: other commands of Celery's need neither the store nor the runtime.
+    made.steps["worker"].add("keepstep.tasks.worker:KeepstepStep")
+    return made
+
+
+app = _make_app()

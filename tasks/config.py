@@ -1,0 +1,62 @@
+"""Celery's configuration: the defaults under a deployment's `celeryconfig`.
+
+The database is the truth and a nudge is a hint, so nothing here buys reliability from the broker: no results, no acks,
+no retries, no delays, no events. Each of them costs a hop, and the sweep covers all of them.
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+from kombu import Exchange, Queue
+
+from keepstep import broker
+from keepstep.settings import Settings
+
+STEP_TASK = "keepstep.step"
+NODE_TASK = "keepstep.node"
+
+
+def celery_defaults(settings: Settings) -> dict[str, Any]:
+    """Return the configuration of a worker that serves these settings."""
+    queue = broker.nudges_name(settings.queue)
+    connecting = broker.celery_settings(settings.broker, queue=settings.queue)
+    if broker.kind_of(settings.broker) == "file":
+        connecting["broker_transport"] = "keepstep.tasks.fileloop:Transport"
+    return {
+        **connecting,
+        # These two win over Celery's own environment variables: one deployment has one broker, KEEPSTEP_BROKER.
+        "broker_read_url": settings.broker,
+        "broker_write_url": settings.broker,
+        "broker_connection_retry_on_startup": True,
+        "broker_connection_max_retries": None,
+        "broker_pool_acquire_timeout": 5,
+        # No task is acknowledged late, so this cancels nothing; unset, Celery warns at every lost connection.
+        "worker_cancel_long_running_tasks_on_connection_loss": True,
+        "worker_enable_prefetch_count_reduction": False,
+        "task_queues": [Queue(queue, exchange=Exchange(""), routing_key=queue)],
+        "task_default_queue": queue,
+        "task_create_missing_queues": False,
+        "task_serializer": "json",
+        "accept_content": ["json"],
+        "task_ignore_result": True,
+        "task_publish_retry_policy": {
+            "max_retries": 1,
+            "interval_start": 0,
+            "interval_step": 0.1,
+            "interval_max": 0.2,
+        },
+        "worker_prefetch_multiplier": 1,
+        # Delays are rows (`due_at`), never messages; a guard against somebody else's.
+        "worker_eta_task_limit": 100,
+        # Bounds what a leak in a node's libraries can cost.
+        "worker_max_tasks_per_child": 20_000,
+        # A child that imports much on a busy machine takes longer than Celery's 4 s and is no less alive.
+        "worker_proc_alive_timeout": 30.0,
+        "worker_hijack_root_logger": False,
+        "worker_redirect_stdouts": False,
+        "worker_enable_remote_control": False,
+        "worker_send_task_events": False,
+        "worker_consumer": "keepstep.tasks.consumer:NudgeConsumer",
+        "enable_utc": True,
+    }

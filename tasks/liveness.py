@@ -1,0 +1,75 @@
+"""A worker is alive because the database saw it lately."""
+
+from __future__ import annotations
+
+import time
+
+import structlog
+
+from keepstep.settings import Settings
+from keepstep.store import workers
+from keepstep.store.engine import Store
+from keepstep.tasks.registration import Registration
+from keepstep.tasks.service import Service
+
+log = structlog.get_logger("keepstep.worker")
+
+
+# How far the database's clock may stray from ours between two renewals before it counts as having been set.
+_CLOCK_SLACK_SECONDS = 1.0
+
+
+class Liveness(Service):
+    """Renews the worker's row from a thread and a connection of its own: no node and no slow sweep delays it."""
+
+    name = "liveness"
+
+    def __init__(self, settings: Settings, registration: Registration) -> None:
+        super().__init__()
+        self._settings = settings
+        self._registration = registration
+        self._store = Store.open(settings.database, pool_size=1)
+        self._window = settings.liveness_window_seconds
+        # After an outage, a restart of the database or a change of its clock every worker's row has run out at once,
+        # and each would find all the others dead. So a worker takes over from nobody until it has renewed without a
+        # gap for a window, in which the living show themselves.
+        self._steady_since = self._renewed_at = time.monotonic()
+        self._database_ahead: float | None = None
+        self.failed_seconds = min(settings.renew_seconds, 1.0)
+
+    @property
+    def may_take_over(self) -> bool:
+        """Whether this worker has renewed without a gap for one liveness window."""
+        now = time.monotonic()
+        return now - self._renewed_at < self._window <= now - self._steady_since
+
+    def work(self) -> float:
+        """Renew once."""
+        try:
+            with self.gate.hold():
+                database_time = workers.renew(self._store, self._registration.worker_id, window_seconds=self._window)
+                if database_time is None:
+                    self._registration.register(self._store)
+        except Exception:
+            self._steady_since = time.monotonic()
+            raise
+        now = time.monotonic()
+        self._judge(now, database_time)
+        self._renewed_at = now
+        return self._settings.renew_seconds
+
+    def finish(self) -> None:
+        """Close the connection."""
+        self._store.dispose()
+
+    def _judge(self, now: float, database_time: float | None) -> None:
+        """Begin the window again when there was a gap."""
+        ahead = None if database_time is None else database_time - now
+        strayed = ahead is not None and abs(ahead - (self._database_ahead or ahead)) > _CLOCK_SLACK_SECONDS
+        self._database_ahead = ahead
+        if database_time is None:
+            log.warning("worker_was_given_up", worker_id=self._registration.worker_id)
+        elif strayed:
+            log.warning("database_clock_was_set", worker_id=self._registration.worker_id)
+        if database_time is None or strayed or now - self._renewed_at > self._window:
+            self._steady_since = now

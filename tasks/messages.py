@@ -1,0 +1,363 @@
+"""The messages: what a deployment takes from outside, and what it answers. docs/messages.md is made of them.
+
+Every command is one JSON object that any language can put on the queue of commands. Models are strict: an unknown
+field, a number for a string or a later version is refused, since a command that is half understood is worse.
+"""
+
+from __future__ import annotations
+
+import json
+import math
+from typing import Annotated, Any, Literal, NoReturn, Self
+
+from pydantic import AfterValidator, BaseModel, ConfigDict, Field, StringConstraints, ValidationError, model_validator
+from pydantic_core import PydanticCustomError
+
+from keepstep.errors import InvalidMessage, KeepstepError, NotStorable, TooLarge, UnsupportedVersion
+from keepstep.jsonvalue import checked_json, shown_key
+
+VERSION: Literal[1] = 1
+
+
+def _printable(value: str) -> str:
+    if not value.isprintable():
+        kind, text = "not_printable", "String should have printable characters only"
+        raise PydanticCustomError(kind, text)
+    return value
+
+
+Name = Annotated[str, StringConstraints(min_length=1, max_length=200), AfterValidator(_printable)]
+"""1 to 200 printable characters."""
+Text = Annotated[str, StringConstraints(max_length=10_000)]
+"""Up to 10,000 characters for people to read."""
+
+
+class Message(BaseModel):
+    """What every command has."""
+
+    model_config = ConfigDict(strict=True, extra="forbid", frozen=True, hide_input_in_errors=True)
+
+    v: Literal[1] = Field(description="The version of this contract.")
+    verb: str
+    id: Name = Field(
+        description="The command's id, chosen by the sender: sent again with the same id, it is one command."
+    )
+    tenant: Name = Field(description="The tenant that owns the thread.")
+
+
+class Start(Message):
+    """Give a thread an input, which makes a run. The thread is made when it is not there."""
+
+    verb: Literal["start"] = Field(description="Always `start`.")
+    application: Name = Field("default", description="The application that the thread belongs to.")
+    graph: Name = Field(description="The graph's name.")
+    thread: Name = Field(description="The thread's name, unique for tenant, application and graph.")
+    input: dict[str, Any] = Field(description="The run's input: checked against the graph's state schema.")
+    request_id: Name | None = Field(
+        None, description="Two starts with one request id are one run; the command's id when it is missing."
+    )
+    if_running: Literal["queue", "reject"] = Field(
+        "queue", description="When the thread has a run that has not ended: run after it, or refuse."
+    )
+    step_limit: Annotated[int, Field(ge=1)] | None = Field(
+        None, description="Super-steps that the run may take; the graph's limit when it is missing."
+    )
+
+
+class Decide(Message):
+    """Decide an approval, or answer a question."""
+
+    verb: Literal["decide"] = Field(description="Always `decide`.")
+    approval: Name = Field(description="The approval's id.")
+    verdict: Literal["approve", "reject", "answer"] = Field(description="The decision.")
+    arguments: dict[str, Any] | None = Field(
+        None, description="With `approve`: what is approved when it is not what was asked."
+    )
+    answer: Any = Field(None, description="With `answer`, and needed then: the answer.")
+    by: Name = Field(description="Who decided; one principal counts once.")
+    comment: Text | None = Field(None, description="A remark for people.")
+
+    @model_validator(mode="after")
+    def _fits_verdict(self) -> Self:
+        if self.arguments is not None and self.verdict != "approve":
+            kind, text = "unwanted_arguments", "Arguments belong to the verdict approve"
+            raise PydanticCustomError(kind, text)
+        if ("answer" in self.model_fields_set) != (self.verdict == "answer"):
+            kind, text = "answer_and_verdict", "An answer belongs to the verdict answer, which needs one"
+            raise PydanticCustomError(kind, text)
+        return self
+
+
+class SignalMessage(Message):
+    """Send a thread a signal; one that comes before anybody waits for it is kept."""
+
+    verb: Literal["signal"] = Field(description="Always `signal`.")
+    application: Name = Field("default", description="The application that the thread belongs to.")
+    graph: Name | None = Field(
+        None, description="The graph's name; needed when threads of several graphs share the name."
+    )
+    thread: Name = Field(description="The thread's name.")
+    name: Name = Field(description="The signal's name.")
+    payload: Any = Field(None, description="What the signal says: any JSON value.")
+    key: Name | None = Field(None, description="Tells waits of one name apart.")
+
+
+class Control(Message):
+    """Pause, resume, cancel or retry a thread."""
+
+    verb: Literal["control"] = Field(description="Always `control`.")
+    application: Name = Field("default", description="The application that the thread belongs to.")
+    graph: Name | None = Field(
+        None, description="The graph's name; needed when threads of several graphs share the name."
+    )
+    thread: Name = Field(description="The thread's name.")
+    action: Literal["pause", "resume", "cancel", "retry"] = Field(description="What to do.")
+    reason: Text | None = Field(None, description="Why, for people.")
+    by: Name | None = Field(None, description="Who wants it.")
+    step_limit: Annotated[int, Field(ge=1)] | None = Field(
+        None, description="With `retry`: the super-steps that the run may take from now on in all."
+    )
+
+    @model_validator(mode="after")
+    def _fits_action(self) -> Self:
+        if self.step_limit is not None and self.action != "retry":
+            kind, text = "unwanted_step_limit", "A step limit belongs to the action retry"
+            raise PydanticCustomError(kind, text)
+        return self
+
+
+class ErrorPart(BaseModel):
+    """Why a command was refused."""
+
+    model_config = ConfigDict(strict=True, extra="forbid", frozen=True, hide_input_in_errors=True)
+
+    code: str = Field(description="Stable and machine-readable.")
+    message: str = Field(description="For people.")
+
+
+class Reply(BaseModel):
+    """What a worker answers, to the queue that the command names, after the command's row is committed."""
+
+    model_config = ConfigDict(strict=True, extra="forbid", frozen=True, hide_input_in_errors=True)
+
+    v: Literal[1] = Field(description="The version of this contract.")
+    id: str = Field(description="The command's id.")
+    status: Literal["accepted", "refused"] = Field(description="`refused`: nothing was changed.")
+    thread_id: str | None = Field(None, description="The internal id of the thread that the command is about.")
+    run_id: str | None = Field(None, description="With `start`: the run's id.")
+    duplicate: bool = Field(
+        default=False, description="The command had been accepted before; this time nothing was changed."
+    )
+    error: ErrorPart | None = Field(None, description="With `refused`: why.")
+
+
+Command = Start | Decide | SignalMessage | Control
+_MODELS: dict[str, type[Start | Decide | SignalMessage | Control]] = {
+    "start": Start,
+    "decide": Decide,
+    "signal": SignalMessage,
+    "control": Control,
+}
+
+
+# --- reading ----------------------------------------------------------------------------------------------------------
+
+
+def parse(body: bytes, *, size_max: int) -> Command:
+    """Return the command that `body` (JSON in UTF-8, at most `size_max` bytes) is.
+
+    Raises `TooLarge`, `InvalidMessage` or `UnsupportedVersion`. Their messages name the place (`$.input.order`) and
+    what is wanted there, never the value: it may be a secret.
+    """
+    if len(body) > size_max:
+        message = f"the message has {len(body)} bytes; message_bytes_max allows {size_max}"
+        raise TooLarge(message)
+    value = _json(body)
+    if not isinstance(value, dict):
+        _refuse("$", "an object is needed")
+    version = value.get("v")
+    if type(version) is not int:
+        _refuse("$.v", "the version is needed, a whole number")
+    if version != VERSION:
+        message = f"$.v: this worker knows version {VERSION} of the messages only; workers are upgraded before clients"
+        raise UnsupportedVersion(message)
+    verb = value.get("verb")
+    model = _MODELS.get(verb) if isinstance(verb, str) else None
+    if model is None:
+        _refuse("$.verb", f"one of {', '.join(_MODELS)} is needed")
+    try:
+        return model.model_validate(value)
+    except ValidationError as error:
+        problems = error.errors(include_input=False, include_url=False, include_context=False)
+        text = "; ".join(f"{_path(p['loc'])}: {p['msg']}" for p in problems[:5])
+        raise InvalidMessage(text) from None
+
+
+def _json(body: bytes) -> Any:
+    try:
+        value = json.loads(body.decode(), object_pairs_hook=_object, parse_constant=_constant, parse_float=_float)
+    except UnicodeDecodeError:
+        _refuse("$", "UTF-8 is needed")
+    except RecursionError:
+        _refuse("$", "too many objects and arrays inside each other")
+    except json.JSONDecodeError as error:
+        _refuse("$", f"JSON is needed; it ends to be so at character {error.pos}")
+    except ValueError:  # more digits than Python reads
+        _refuse("$", "an integer has too many digits; send it as a string")
+    try:
+        checked_json(value)
+    except NotStorable as error:
+        raise InvalidMessage(error.message) from None
+    return value
+
+
+def _object(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
+    value = dict(pairs)
+    if len(value) != len(pairs):  # readers differ in which one they take, so nobody can know what was meant
+        seen: set[str] = set()
+        twice = next(key for key, _ in pairs if key in seen or seen.add(key))  # type: ignore[func-returns-value]
+        _refuse("$", f"an object has the key {shown_key(twice)} twice")
+    return value
+
+
+def _constant(name: str) -> NoReturn:
+    _refuse("$", f"{name} is not JSON")
+
+
+def _float(text: str) -> float:
+    number = float(text)
+    if math.isinf(number):
+        _refuse("$", "a number is too large for 64-bit floating point; send it as a string")
+    return number
+
+
+def _path(location: tuple[int | str, ...]) -> str:
+    return ".".join(["$", *(shown_key(str(part)) for part in location)])
+
+
+def _refuse(path: str, what: str) -> NoReturn:
+    message = f"{path}: {what}"
+    raise InvalidMessage(message)
+
+
+# --- answering --------------------------------------------------------------------------------------------------------
+
+
+def reply(
+    command_id: str,
+    *,
+    thread_id: str | None = None,
+    run_id: str | None = None,
+    duplicate: bool = False,
+    error: KeepstepError | None = None,
+) -> bytes:
+    """Return the body of the reply to a command: refused when there is an `error`, accepted otherwise."""
+    part = None if error is None else ErrorPart(code=error.code, message=error.message)
+    answer = Reply(
+        v=VERSION,
+        id=command_id,
+        status="accepted" if part is None else "refused",
+        thread_id=thread_id,
+        run_id=run_id,
+        duplicate=duplicate,
+        error=part,
+    )
+    return answer.model_dump_json(exclude_none=True).encode()
+
+
+# --- describing -------------------------------------------------------------------------------------------------------
+
+_INTRODUCTION = """# Messages
+
+<!-- Made by `python -m keepstep.tasks.messages` from tasks/messages.py, which is the authority. Do not edit. -->
+
+Every verb of `keepstep.Client` is one JSON message that any language can send through the broker. A worker reads it,
+commits its row in the database, and then answers. A message that was sent is not yet accepted: it is when the reply
+says so. Every command has an id and is idempotent, so a sender that got no reply sends the same message again.
+
+## Envelope
+
+| what | value |
+|---|---|
+| queue | `<prefix>.commands`, durable; the prefix is the setting `queue`, `keepstep` by default |
+| exchange and routing key | the default exchange (`""`), the queue's name |
+| body | one JSON object in UTF-8, at most `message_bytes_max` bytes (1 MiB by default) |
+| `content_type` | `application/json` |
+| `delivery_mode` | 2 (persistent) |
+| `correlation_id` | the command's id |
+| `reply_to` | the queue for the reply, or missing for none; its name starts with `<prefix>.replies.` |
+
+The sender makes its reply queue: durable, with `x-expires` 600000 (ten minutes). On RabbitMQ the queue of commands is a
+quorum queue whose arguments are the deployment's, so others publish to it without declaring it. On Redis and the file
+broker a message is in Kombu's format: a JSON object with `body` (base64), `content-type`, `content-encoding`, `headers`
+and `properties`.
+
+JSON is taken strictly: no key twice in one object, no NaN or infinity, no number that 64-bit floating point cannot hold
+(whole numbers may have up to 4,200 digits), at most 100 objects and arrays inside each other, no unknown field. A name
+is 1 to 200 printable characters, a text at most 10,000 characters. A field that is not required may be missing or null.
+"""
+
+_EXAMPLES: dict[str, dict[str, Any]] = {
+    "start": {"graph": "refunds", "thread": "order-81", "input": {"order_id": "81", "amount": "12.50"}},
+    "decide": {"approval": "01jdz8k3v5w0c9q2m7r4t6y8xa", "verdict": "approve", "by": "anna@example.com"},
+    "signal": {"graph": "refunds", "thread": "order-81", "name": "goods_returned", "payload": {"parcel": "P-7"}},
+    "control": {"graph": "refunds", "thread": "order-81", "action": "pause", "reason": "Under review"},
+}
+_EXAMPLE_ID = "01jdz8jzmt3n5e7p9a1s4d6f8g"
+
+
+def markdown() -> str:
+    """Return docs/messages.md."""
+    parts = [_INTRODUCTION]
+    for verb, model in _MODELS.items():
+        example = {"v": VERSION, "verb": verb, "id": _EXAMPLE_ID, "tenant": "default", **_EXAMPLES[verb]}
+        parts.append(f"## Command `{verb}`\n\n{model.__doc__}\n\n{_table(model)}\n{_fenced(example)}")
+    accepted = json.loads(
+        reply(_EXAMPLE_ID, thread_id="01jdz8k0b2c4d6e8f0g2h4j6km", run_id="01jdz8k0b3n5p7q9r1s3t5v7wx")
+    )
+    refused = json.loads(reply(_EXAMPLE_ID, error=InvalidMessage("$.graph: Field required")))
+    parts.append(
+        f"## Reply\n\n{Reply.__doc__}\n\n{_table(Reply)}\n`error` has these fields:\n\n{_table(ErrorPart)}\n"
+        f"{_fenced(accepted)}\n{_fenced(refused)}"
+    )
+    return "\n".join(parts)
+
+
+def _table(model: type[BaseModel]) -> str:
+    required = {True: "yes", False: "no"}
+    schema = model.model_json_schema()
+    rows = ["| field | type | required | meaning |", "|---|---|---|---|"]
+    for name, part in schema["properties"].items():
+        default = part.get("default")
+        meaning = part["description"] + (f" Default: `{json.dumps(default)}`." if default is not None else "")
+        rows.append(f"| `{name}` | {_type(part)} | {required[name in schema.get('required', ())]} | {meaning} |")
+    return "\n".join(rows) + "\n"
+
+
+def _type(part: dict[str, Any]) -> str:
+    """Return a JSON schema's type in words."""
+    if "anyOf" in part:
+        return " or ".join(_type(one) for one in part["anyOf"] if one.get("type") != "null")
+    if "const" in part:
+        return f"`{json.dumps(part['const'])}`"
+    if "enum" in part:
+        return " or ".join(f"`{json.dumps(one)}`" for one in part["enum"])
+    if "$ref" in part:
+        return "object"
+    words = {"string": "string", "integer": "integer", "boolean": "boolean", "object": "object"}
+    word = words.get(part.get("type", ""), "any JSON value")
+    if part.get("maxLength") == 200:  # noqa: PLR2004
+        return "name"
+    if "maxLength" in part:
+        return "text"
+    return f"{word} ≥ {part['minimum']}" if "minimum" in part else word
+
+
+def _fenced(value: dict[str, Any]) -> str:
+    return f"```json\n{json.dumps(value, indent=2)}\n```\n"
+
+
+if __name__ == "__main__":
+    import sys
+
+    sys.stdout.write(markdown())

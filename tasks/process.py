@@ -1,0 +1,90 @@
+"""What one worker process, or one of its pool children, runs nudges with.
+
+The main process opens its own store and every child opens its own after the fork: a connection shared by two processes
+gives one the other's answers. All of them act under the main process's worker id; the lease names the child besides.
+"""
+
+from __future__ import annotations
+
+import os
+import signal
+from dataclasses import dataclass
+
+from keepstep import settings as settings_module
+from keepstep.errors import KeepstepError
+from keepstep.runtime.environment import Runtime
+from keepstep.settings import Settings
+from keepstep.store.engine import Store
+from keepstep.store.leases import Owner
+from keepstep.tasks import carried
+from keepstep.tasks.publish import Publisher
+
+_WORKER_ID = "KEEPSTEP_WORKER_ID"
+
+
+@dataclass
+class _Process:
+    pid: int
+    runtime: Runtime
+
+
+_current: _Process | None = None
+_inherited: list[_Process] = []
+
+
+def begin(settings: Settings, graphs: dict[carried.Key, carried.CompiledGraph], worker_id: str, pool_size: int) -> None:
+    """Make this process able to run nudges as a child of that worker (or as the worker itself)."""
+    global _current  # noqa: PLW0603  Celery calls tasks as functions: there is nothing to pass it through
+    # The environment reaches children that are started as fresh interpreters, too.
+    os.environ[_WORKER_ID] = worker_id
+    pid = os.getpid()
+    store = Store.open(settings.database, pool_size=pool_size)
+    runtime = Runtime(
+        store=store,
+        graphs=graphs,
+        settings=settings,
+        owner=Owner(worker_id, pid),
+        publish=Publisher(settings),
+        end_process=_end_process,
+    )
+    _current = _Process(pid, runtime)
+
+
+def _end_process() -> None:
+    """End this process, whatever it is doing: nothing less ends a node that hangs in C code.
+
+    In a pool of threads, which has one process, that takes its other nodes along: they run again, which they are made
+    for, while two attempts of one node acting at once is what nothing is made for.
+    """
+    os.kill(os.getpid(), signal.SIGKILL)
+
+
+def begin_child() -> None:
+    """Give a pool child a runtime of its own; what it inherited is left to the parent."""
+    if _current is None:
+        settings = settings_module.load()
+        begin(settings, carried.load(settings.graphs), os.environ[_WORKER_ID], pool_size=1)
+        return
+    parent = _current
+    # Kept, not collected: the finalizers of its connections would say goodbye on the parent's sockets.
+    _inherited.append(parent)
+    parent.runtime.store.dispose(close=False)
+    begin(parent.runtime.settings, parent.runtime.graphs, parent.runtime.owner.worker, pool_size=1)
+
+
+def runtime() -> Runtime:
+    """Return this process's runtime."""
+    if _current is None:
+        message = "this process is not a Keepstep worker"
+        raise KeepstepError(message)
+    if _current.pid != os.getpid():  # a pool that forks without telling
+        begin_child()
+    return _current.runtime
+
+
+def end() -> None:
+    """Close this process's connections."""
+    global _current  # noqa: PLW0603  as above
+    if _current is not None and _current.pid == os.getpid():
+        _current.runtime.store.dispose()
+        _current = None

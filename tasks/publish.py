@@ -1,0 +1,122 @@
+"""Publishing nudges: the least that Celery's protocol needs, over one connection that each process keeps.
+
+A failed publish is one line in the log. The row that the nudge was about stays due, and the sweep finds it.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+import threading
+from collections.abc import Sequence
+from typing import Any
+
+import structlog
+from kombu import Connection, Producer
+
+from keepstep import broker
+from keepstep.ids import new_id
+from keepstep.settings import Settings
+from keepstep.store.leases import Nudge
+from keepstep.tasks.config import NODE_TASK, STEP_TASK
+
+log = structlog.get_logger("keepstep.worker")
+
+# A connection made before a fork belongs to the parent: a child must neither use it nor, by collecting it as garbage,
+# close it.
+_inherited: list[object] = []
+
+
+class Publisher:
+    """Publishes nudges to the queue. Safe in threads and across forks; never raises."""
+
+    def __init__(self, settings: Settings) -> None:
+        self._settings = settings
+        self._queue = broker.nudges_name(settings.queue)
+        self._lock = threading.Lock()
+        self._pid = os.getpid()
+        self._connection: Connection | None = None
+        self._producer: Producer | None = None
+
+    def __call__(self, nudges: Sequence[Nudge]) -> None:
+        """Publish nudges in order; what could not be published is logged and left to the sweep."""
+        if not nudges:
+            return
+        if self._pid != os.getpid():
+            self._forget()
+        with self._lock:
+            sent = 0
+            # A connection that was idle may be dead without anybody having noticed: one more try on a fresh one.
+            for last in (False, True):
+                try:
+                    producer = self._connected()
+                    while sent < len(nudges):
+                        self._send(producer, nudges[sent])
+                        sent += 1
+                except Exception as error:  # noqa: BLE001  drivers raise what they like; the sweep is the answer to all
+                    self._drop()
+                    if last:
+                        log.warning("nudges_left_to_sweep", count=len(nudges) - sent, reason=str(error)[:500])
+                else:
+                    return
+
+    def close(self) -> None:
+        """Close the connection; the next publish opens another."""
+        with self._lock:
+            self._drop()
+
+    def _connected(self) -> Producer:
+        if self._producer is None:
+            self._connection = broker.connection(self._settings.broker, commands=False, queue=self._settings.queue)
+            # As a channel, not a connection: the producer's own reconnecting is not bounded.
+            self._producer = Producer(self._connection.channel(), auto_declare=False)
+        return self._producer
+
+    def _send(self, producer: Producer, nudge: Nudge) -> None:
+        producer.publish(
+            _body(nudge),
+            routing_key=self._queue,
+            headers=_headers(nudge),
+            content_type="application/json",
+            content_encoding="utf-8",
+            # Nothing of it must survive a broker's restart: the rows do.
+            delivery_mode=1,
+        )
+
+    def _drop(self) -> None:
+        connection, self._connection, self._producer = self._connection, None, None
+        if connection is not None:
+            try:
+                connection.collect(socket_timeout=1)
+            except Exception as error:  # noqa: BLE001  it is being dropped because it does not work
+                log.debug("publisher_close_failed", reason=str(error)[:500])
+
+    def _forget(self) -> None:
+        _inherited.append((self._connection, self._producer, self._lock))
+        self._connection = self._producer = None
+        self._lock = threading.Lock()
+        self._pid = os.getpid()
+
+
+def _arguments(nudge: Nudge) -> list[Any]:
+    if nudge.kind == "node":
+        return [nudge.thread_id, nudge.seq, nudge.run, nudge.version]
+    return [nudge.thread_id, nudge.version]
+
+
+def _body(nudge: Nudge) -> str:
+    return json.dumps([_arguments(nudge), {}, {"callbacks": None, "errbacks": None, "chain": None, "chord": None}])
+
+
+def _headers(nudge: Nudge) -> dict[str, Any]:
+    """Return the headers of Celery's protocol 2 that a worker reads; the rest it takes as absent."""
+    task_id = new_id()
+    return {
+        "lang": "py",
+        "task": NODE_TASK if nudge.kind == "node" else STEP_TASK,
+        "id": task_id,
+        "root_id": task_id,
+        "argsrepr": "",
+        "kwargsrepr": "",
+        "ignore_result": True,
+    }

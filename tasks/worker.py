@@ -1,0 +1,211 @@
+"""The worker: what Celery's worker does besides running tasks, and how to start one.
+
+In the main process, beside Celery's loop, each in a thread of its own: `liveness` renews the worker's row, `children`
+releases what a dead pool child held, `sweeper` finds due threads that nobody runs, `commands` takes in what people
+and programs want. The pool runs nudges, nothing else.
+"""
+
+from __future__ import annotations
+
+import os
+import time
+from collections.abc import Callable, Iterable
+from typing import Any, NoReturn
+
+import structlog
+from celery import bootsteps, signals
+from celery.concurrency.prefork import TaskPool as PreforkPool
+from celery.concurrency.solo import TaskPool as SoloPool
+from celery.concurrency.thread import TaskPool as ThreadPool
+
+from keepstep import settings as settings_module
+from keepstep.errors import DatabaseUnavailable, InvalidSettings, KeepstepError
+from keepstep.runtime.environment import Runtime
+from keepstep.settings import Settings
+from keepstep.store import migrate, workers
+from keepstep.store.engine import Store
+from keepstep.store.leases import Owner
+from keepstep.tasks import carried, logs, process
+from keepstep.tasks.children import Children
+from keepstep.tasks.commands import Commands
+from keepstep.tasks.liveness import Liveness
+from keepstep.tasks.publish import Publisher
+from keepstep.tasks.registration import Registration
+from keepstep.tasks.service import Service
+from keepstep.tasks.supervise import EXIT_REFUSED, Supervisor, python
+from keepstep.tasks.sweeper import Sweeper
+
+log = structlog.get_logger("keepstep.worker")
+
+_CONNECT_AGAIN_SECONDS_MAX = 5.0
+
+
+@signals.worker_process_init.connect  # type: ignore[untyped-decorator]
+def _child_started(**_: object) -> None:
+    process.begin_child()
+
+
+@signals.worker_process_shutdown.connect  # type: ignore[untyped-decorator]
+def _child_ended(**_: object) -> None:
+    process.end()
+
+
+class KeepstepStep(bootsteps.StartStopStep):
+    """Adds Keepstep's services to a Celery worker.
+
+    It starts after the pool, so that the first children are forked from a process without threads, and is therefore
+    stopped before it: `stop` drains the pool itself, because running tasks need this worker's leases to stay alive.
+    """
+
+    requires = ("celery.worker.components:Pool",)
+
+    def create(self, parent: Any) -> None:
+        """Register the worker, before there are children; end the process when it cannot work as configured."""
+        try:
+            self._create(parent)
+        except KeepstepError as error:
+            _refuse(error)
+
+    def _create(self, parent: Any) -> None:
+        settings = settings_module.load()
+        self._check_pool(parent)
+        graphs = carried.load(settings.graphs)
+        self._store = _prepared(settings)
+        self._registration = Registration(settings, self._store, graphs, parent.concurrency)
+        worker_id = self._registration.worker_id
+        self._publisher = Publisher(settings)
+        pool_size = parent.concurrency if issubclass(parent.pool_cls, ThreadPool) else 1
+        process.begin(settings, graphs, worker_id, pool_size)
+
+        liveness = Liveness(settings, self._registration)
+        publish = self._publisher
+        self._receiving: list[Service] = [
+            Sweeper(settings, list(graphs), worker_id, liveness, publish),
+            Commands(settings, _own_runtime(settings, graphs, worker_id, publish)),
+        ]
+        self._living: list[Service] = [liveness]
+        if issubclass(parent.pool_cls, PreforkPool):
+            self._living.append(Children(settings, worker_id, _processes_of(parent), publish))
+        log.info(
+            "worker_registered",
+            worker_id=worker_id,
+            pid=os.getpid(),
+            graphs=[f"{name} {version}" for name, version in graphs],
+            concurrency=parent.concurrency,
+            database=self._store.shown,
+        )
+
+    def start(self, parent: Any) -> None:  # noqa: ARG002  Celery's signature
+        """Start the services."""
+        for service in (*self._living, *self._receiving):
+            service.start()
+
+    def close(self, parent: Any) -> None:  # noqa: ARG002  Celery's signature
+        """Take in no more work."""
+        log.info("worker_stopping", worker_id=self._registration.worker_id)
+        for service in self._receiving:
+            service.stop()
+
+    def stop(self, parent: Any) -> None:
+        """Let running tasks finish, still renewing, then leave."""
+        parent.pool.stop()
+        self._leave()
+
+    def terminate(self, parent: Any) -> None:
+        """End running tasks, then leave: what they held is due at once and counts as nobody's death."""
+        for service in self._living:
+            if isinstance(service, Children):
+                service.stop()
+        parent.pool.terminate()
+        self._leave()
+
+    def _leave(self) -> None:
+        for service in (*self._receiving, *self._living):
+            service.stop()
+        worker_id = self._registration.worker_id
+        try:
+            self._publisher(workers.leave(self._store, worker_id))
+        except KeepstepError as error:  # the row lapses by itself
+            log.warning("leave_failed", worker_id=worker_id, reason=error.message)
+        else:
+            log.info("worker_left", worker_id=worker_id)
+        self._publisher.close()
+        self._store.dispose()
+        process.end()
+
+    @staticmethod
+    def _check_pool(parent: Any) -> None:
+        if not issubclass(parent.pool_cls, (PreforkPool, ThreadPool, SoloPool)):
+            message = f"pool {parent.pool_cls.__module__}: use prefork, threads or solo"
+            raise InvalidSettings(message)
+
+
+def _processes_of(parent: Any) -> Callable[[], Iterable[Any]]:
+    def processes() -> Iterable[Any]:
+        pool = parent.pool._pool  # noqa: SLF001  billiard's pool has no public list of its processes
+        return list(pool._pool) if pool is not None else []  # noqa: SLF001
+
+    return processes
+
+
+def _own_runtime(
+    settings: Settings, graphs: dict[carried.Key, carried.CompiledGraph], worker_id: str, publish: Publisher
+) -> Runtime:
+    """Return a runtime with a connection of its own, for the thread that takes in commands."""
+    store = Store.open(settings.database, pool_size=1)
+    return Runtime(store=store, graphs=graphs, settings=settings, owner=Owner(worker_id, os.getpid()), publish=publish)
+
+
+def _prepared(settings: Settings) -> Store:
+    """Return the store, its schema checked; wait for a database that is away."""
+    store = Store.open(settings.database, pool_size=1)
+    seconds = 0.2
+    while True:
+        try:
+            migrate.prepare(store)
+        except DatabaseUnavailable as error:
+            log.warning("waiting_for_database", reason=error.message, again_in_seconds=seconds)
+            time.sleep(seconds)
+            seconds = min(_CONNECT_AGAIN_SECONDS_MAX, seconds * 2)
+        else:
+            return store
+
+
+def _refuse(error: KeepstepError) -> NoReturn:
+    log.error("worker_refused", code=error.code, reason=error.message)
+    raise SystemExit(EXIT_REFUSED)
+
+
+# --- starting one -----------------------------------------------------------------------------------------------------
+
+
+def main(settings: Settings, *, concurrency: int | None = None, pool: str = "prefork", loglevel: str = "INFO") -> int:
+    """Run a supervised worker until a signal stops it; return 0, or 1 when it could not work as configured.
+
+    `concurrency` None: one child per processor. SIGTERM and SIGINT let running tasks finish; a second one does not.
+    """
+    logs.configure(_level(loglevel))
+    arguments = ["--pool", pool, "--loglevel", loglevel.upper()]
+    if concurrency is not None:
+        arguments += ["--concurrency", str(concurrency)]
+    command = python("keepstep.tasks", str(os.getpid()), *arguments)
+    code = Supervisor(command, {**os.environ, **environment(settings)}).run()
+    return 1 if code == EXIT_REFUSED else code
+
+
+def environment(settings: Settings) -> dict[str, str]:
+    """Return the environment that makes another process load the same settings."""
+    found: dict[str, str] = {}
+    for name, field in type(settings).model_fields.items():
+        value = getattr(settings, name)
+        if value != field.default:
+            found[f"KEEPSTEP_{name.upper()}"] = ",".join(value) if isinstance(value, tuple) else str(value)
+    return found
+
+
+def _level(name: str) -> int:
+    level = structlog.stdlib.NAME_TO_LEVEL.get(name.lower())
+    if level is None:
+        message = f"log level {name!r}: use debug, info, warning or error"
+        raise InvalidSettings(message)
+    return level

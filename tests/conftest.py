@@ -1,0 +1,169 @@
+"""Servers and databases that tests share, and the rule that a skipped test is never silent."""
+
+from __future__ import annotations
+
+import os
+import sqlite3
+from collections.abc import Iterator
+from contextlib import closing
+from pathlib import Path
+from typing import TYPE_CHECKING
+from urllib.parse import urlsplit
+
+import pytest
+
+from tests.servers import PostgreSQLServer, Proxy, RedisServer, running
+
+if TYPE_CHECKING:
+    from keepstep.store.engine import Store
+
+pytest_plugins = ["pytester", "tests.skips"]
+
+
+# --- servers: one of each for the whole run ---------------------------------------------------------------------------
+
+
+@pytest.fixture(scope="session")
+def postgresql_server() -> Iterator[PostgreSQLServer]:
+    """The PostgreSQL server of this run."""
+    server = PostgreSQLServer()
+    with running(server):
+        yield server
+
+
+@pytest.fixture(scope="session")
+def redis_server() -> Iterator[RedisServer]:
+    """The Redis server of this run: a test that stops or freezes one uses `spare_redis`."""
+    server = RedisServer()
+    with running(server):
+        yield server
+
+
+# --- databases: one for each test -------------------------------------------------------------------------------------
+
+
+def _migrate(url: str) -> None:
+    # Imported here, as in `store`: tests that need no database load none.
+    from keepstep.store.engine import Store
+    from keepstep.store.migrate import upgrade
+
+    store = Store.open(url)
+    try:
+        upgrade(store)
+    finally:
+        store.dispose()
+
+
+@pytest.fixture(scope="session")
+def _postgresql_template(postgresql_server: PostgreSQLServer) -> str:
+    name = postgresql_server.create_database()
+    _migrate(postgresql_server.url(name))
+    postgresql_server.cut_connections(name)  # a template that somebody is connected to cannot be copied
+    return name
+
+
+@pytest.fixture(scope="session")
+def _sqlite_template(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    path = tmp_path_factory.mktemp("sqlite") / "template.db"
+    _migrate(f"sqlite:///{path}")
+    return path
+
+
+@pytest.fixture
+def empty_postgresql_url(postgresql_server: PostgreSQLServer) -> Iterator[str]:
+    """A PostgreSQL database of this test's own, without tables."""
+    name = postgresql_server.create_database()
+    yield postgresql_server.url(name)
+    postgresql_server.drop_database(name)
+
+
+@pytest.fixture
+def postgresql_url(postgresql_server: PostgreSQLServer, _postgresql_template: str) -> Iterator[str]:
+    """A PostgreSQL database of this test's own, migrated."""
+    name = postgresql_server.create_database(template=_postgresql_template)
+    yield postgresql_server.url(name)
+    postgresql_server.drop_database(name)
+
+
+@pytest.fixture
+def sqlite_url(tmp_path: Path, _sqlite_template: Path) -> str:
+    """A SQLite database of this test's own, migrated."""
+    path = tmp_path / "keepstep.db"
+    with closing(sqlite3.connect(_sqlite_template)) as template, closing(sqlite3.connect(path)) as copy:
+        template.backup(copy)
+    return f"sqlite:///{path}"
+
+
+@pytest.fixture(params=["sqlite", "postgresql"])
+def store_url(request: pytest.FixtureRequest) -> str:
+    """A migrated database of this test's own, on each kind that Keepstep supports."""
+    url: str = request.getfixturevalue(f"{request.param}_url")
+    return url
+
+
+@pytest.fixture
+def store(store_url: str) -> Iterator[Store]:
+    """An open store on `store_url`."""
+    from keepstep.store.engine import Store
+
+    opened = Store.open(store_url)
+    yield opened
+    opened.dispose()
+
+
+# --- brokers and broken connections -----------------------------------------------------------------------------------
+
+
+@pytest.fixture
+def redis_url(redis_server: RedisServer) -> str:
+    """The shared Redis server, emptied for this test."""
+    redis_server.flush()
+    return redis_server.url
+
+
+@pytest.fixture
+def spare_redis() -> Iterator[RedisServer]:
+    """A Redis server of this test's own, to kill, freeze and start again."""
+    server = RedisServer()
+    with running(server):
+        yield server
+
+
+@pytest.fixture
+def spare_postgresql() -> Iterator[PostgreSQLServer]:
+    """A PostgreSQL server of this test's own, to crash and start again; its databases are empty."""
+    server = PostgreSQLServer()
+    with running(server):
+        yield server
+
+
+@pytest.fixture
+def redis_proxy(redis_url: str, redis_server: RedisServer) -> Iterator[Proxy]:
+    """A proxy before the shared Redis server: `redis://127.0.0.1:{port}/0` through it."""
+    assert redis_url
+    proxy = Proxy(redis_server.port)
+    with running(proxy):
+        yield proxy
+
+
+@pytest.fixture
+def postgresql_proxy(postgresql_server: PostgreSQLServer) -> Iterator[Proxy]:
+    """A proxy before the PostgreSQL server; `proxied_url` is this test's database through it."""
+    proxy = Proxy(postgresql_server.socket_path)
+    with running(proxy):
+        yield proxy
+
+
+@pytest.fixture
+def proxied_url(postgresql_url: str, postgresql_proxy: Proxy) -> str:
+    """The database of `postgresql_url`, reached through `postgresql_proxy`."""
+    database = urlsplit(postgresql_url).path.removeprefix("/")
+    return f"postgresql+psycopg2://postgres@127.0.0.1:{postgresql_proxy.port}/{database}?sslmode=disable"
+
+
+@pytest.fixture(autouse=True)
+def _no_settings_from_outside(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    """A developer's KEEPSTEP_… variables and keepstep.toml never reach a test."""
+    for name in [name for name in os.environ if name.startswith("KEEPSTEP_")]:
+        monkeypatch.delenv(name)
+    monkeypatch.chdir(tmp_path)

@@ -1,0 +1,155 @@
+"""The contract of messages: what is accepted, what is refused and how, and that its document is current."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+
+import pytest
+
+from keepstep import errors
+from keepstep.tasks import messages
+
+START = {"v": 1, "verb": "start", "id": "c1", "tenant": "t", "graph": "g", "thread": "th", "input": {}}
+DECIDE = {"v": 1, "verb": "decide", "id": "c1", "tenant": "t", "approval": "a", "verdict": "approve", "by": "b"}
+SIGNAL = {"v": 1, "verb": "signal", "id": "c1", "tenant": "t", "thread": "th", "name": "n"}
+CONTROL = {"v": 1, "verb": "control", "id": "c1", "tenant": "t", "thread": "th", "action": "pause"}
+SECRET = "sk-canary-9d1"
+
+
+def parse(message, size_max=1_000_000):
+    body = message if isinstance(message, bytes) else json.dumps(message).encode()
+    return messages.parse(body, size_max=size_max)
+
+
+def test_commands_are_read_with_their_defaults():
+    start = parse(START)
+    assert isinstance(start, messages.Start)
+    assert start.model_dump() == START | {
+        "application": "default", "request_id": None, "if_running": "queue", "step_limit": None,
+    }  # fmt: skip
+    assert isinstance(parse(DECIDE), messages.Decide)
+    assert isinstance(parse(SIGNAL), messages.SignalMessage)
+    assert isinstance(parse(CONTROL), messages.Control)
+
+
+def test_numbers_arrive_as_they_were_sent():
+    got = parse(START | {"input": {"big": 2**200, "small": 1e-300, "one": 1.0, "yes": True}})
+    assert got.input == {"big": 2**200, "small": 1e-300, "one": 1.0, "yes": True}
+    assert [type(value) for value in got.input.values()] == [int, float, float, bool]
+
+
+@pytest.mark.parametrize(
+    ("body", "problem"),
+    [
+        (b"", "$: JSON is needed; it ends to be so at character 0"),
+        (b'{"v": 1,', "$: JSON is needed; it ends to be so at character 8"),
+        (b"\xff{}", "$: UTF-8 is needed"),
+        (b"[]", "$: an object is needed"),
+        (b"null", "$: an object is needed"),
+        (b'"v"', "$: an object is needed"),
+        (b"[" * 100_000 + b"]" * 100_000, "$: too many objects and arrays inside each other"),
+        (b'{"a":' * 50_000 + b"1" + b"}" * 50_000, "$: too many objects and arrays inside each other"),
+        (b'{"v": 1, "v": 1}', "$: an object has the key v twice"),
+        (b'{"v": 1, "input": {"a": {"k": 1, "k": 2}}}', "$: an object has the key k twice"),
+        (b'{"v": NaN}', "$: NaN is not JSON"),
+        (b'{"v": -Infinity}', "$: -Infinity is not JSON"),
+        (b'{"v": 1e999}', "$: a number is too large for 64-bit floating point; send it as a string"),
+        (b'{"v": 1' + b"0" * 5000 + b"}", "$: an integer has too many digits; send it as a string"),
+        (b'{"v": 1, "x": {"y": ["\\ud800"]}}', "$.x.y.0: a string with half a surrogate pair, which is not Unicode text"),
+        (b"{}", "$.v: the version is needed, a whole number"),
+        (b'{"v": true}', "$.v: the version is needed, a whole number"),
+        (b'{"v": "1"}', "$.v: the version is needed, a whole number"),
+        (b'{"v": 1}', "$.verb: one of start, decide, signal, control is needed"),
+        (b'{"v": 1, "verb": ["start"]}', "$.verb: one of start, decide, signal, control is needed"),
+    ],
+)  # fmt: skip
+def test_a_body_that_is_no_message_is_refused(body, problem):
+    with pytest.raises(errors.InvalidMessage) as caught:
+        parse(body)
+    assert caught.value.message == problem
+
+
+def test_objects_inside_each_other_are_bounded():
+    value: object = 1
+    for _ in range(98):
+        value = [value]
+    parse(START | {"input": {"a": value}})
+    with pytest.raises(errors.InvalidMessage, match="more than 100 objects"):
+        parse(START | {"input": {"a": [value]}})
+
+
+def test_another_version_is_refused_as_such():
+    for version in (0, 2, 10**30):
+        with pytest.raises(errors.UnsupportedVersion, match=r"^\$\.v: this worker knows version 1"):
+            parse(START | {"v": version})
+
+
+def test_a_message_over_the_limit_is_refused_unread():
+    with pytest.raises(errors.TooLarge, match="the message has 101 bytes; message_bytes_max allows 100"):
+        parse(b"x" * 101, size_max=100)
+
+
+@pytest.mark.parametrize(
+    ("message", "problem"),
+    [
+        (START | {"extra": SECRET}, "$.extra: Extra inputs are not permitted"),
+        ({k: v for k, v in START.items() if k != "graph"}, "$.graph: Field required"),
+        (START | {"graph": ""}, "$.graph: String should have at least 1 character"),
+        (START | {"graph": "x" * 201}, "$.graph: String should have at most 200 characters"),
+        (START | {"thread": f"{SECRET}\n"}, "$.thread: String should have printable characters only"),
+        (START | {"id": 7}, "$.id: Input should be a valid string"),
+        (START | {"input": [SECRET]}, "$.input: Input should be a valid dictionary"),
+        (START | {"input": None}, "$.input: Input should be a valid dictionary"),
+        (START | {"if_running": SECRET}, "$.if_running: Input should be 'queue' or 'reject'"),
+        (START | {"step_limit": 0}, "$.step_limit: Input should be greater than or equal to 1"),
+        (START | {"step_limit": True}, "$.step_limit: Input should be a valid integer"),
+        (START | {"step_limit": "7"}, "$.step_limit: Input should be a valid integer"),
+        (DECIDE | {"verdict": SECRET}, "$.verdict: Input should be 'approve', 'reject' or 'answer'"),
+        (DECIDE | {"verdict": "reject", "arguments": {"k": SECRET}}, "$: Arguments belong to the verdict approve"),
+        (DECIDE | {"verdict": "answer"}, "$: An answer belongs to the verdict answer, which needs one"),
+        (DECIDE | {"answer": SECRET}, "$: An answer belongs to the verdict answer, which needs one"),
+        (DECIDE | {"comment": SECRET * 1000}, "$.comment: String should have at most 10000 characters"),
+        (CONTROL | {"action": SECRET}, "$.action: Input should be 'pause', 'resume', 'cancel' or 'retry'"),
+        (CONTROL | {"step_limit": 7}, "$: A step limit belongs to the action retry"),
+        (SIGNAL | {"id": SECRET + "\0", "key": 1},
+         "$.id: String should have printable characters only; $.key: Input should be a valid string"),
+    ],
+)  # fmt: skip
+def test_a_message_that_does_not_fit_is_refused_by_its_path_and_never_shown(message, problem):
+    with pytest.raises(errors.InvalidMessage) as caught:
+        parse(message)
+    assert caught.value.message == problem
+    assert SECRET not in str(caught.value)
+    assert SECRET not in repr(caught.value.__cause__)
+
+
+def test_an_answer_may_be_null_and_arguments_belong_to_an_approval():
+    assert parse(DECIDE | {"verdict": "answer", "answer": None}).answer is None
+    assert parse(DECIDE | {"arguments": {"a": 1}}).arguments == {"a": 1}
+    assert parse(CONTROL | {"action": "retry", "step_limit": 7}).step_limit == 7
+
+
+def test_a_reply_says_what_was_accepted_or_why_not():
+    assert json.loads(messages.reply("c1", thread_id="T", run_id="R", duplicate=True)) == {
+        "v": 1, "id": "c1", "status": "accepted", "thread_id": "T", "run_id": "R", "duplicate": True,
+    }  # fmt: skip
+    assert json.loads(messages.reply("c1", error=errors.RunInProgress("it runs"))) == {
+        "v": 1, "id": "c1", "status": "refused", "duplicate": False,
+        "error": {"code": "run_in_progress", "message": "it runs"},
+    }  # fmt: skip
+
+
+def test_the_document_is_current():
+    document = Path(__file__).parents[2] / "docs" / "messages.md"
+    assert document.read_text() == messages.markdown(), "make it again: python -m keepstep.tasks.messages"
+
+
+def test_the_documents_examples_are_accepted():
+    blocks = messages.markdown().split("```json\n")[1:]
+    values = [json.loads(block.split("```")[0]) for block in blocks]
+    commands = [value for value in values if "verb" in value]
+    assert [type(parse(command)).__name__ for command in commands] == ["Start", "Decide", "SignalMessage", "Control"]
+    for answer in values[4:]:
+        messages.Reply.model_validate(answer)
+    assert [answer["status"] for answer in values[4:]] == ["accepted", "refused"]

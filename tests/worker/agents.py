@@ -1,0 +1,172 @@
+"""The graphs that the tests' workers carry. Nodes say what they did by lines in files, whole or not at all."""
+
+from __future__ import annotations
+
+import os
+import signal
+import time
+from pathlib import Path
+from typing import Annotated, TypedDict
+
+from keepstep import END, START, Graph, Retry, Send, append, effect
+
+FOLDER = Path(os.environ.get("KEEPSTEP_TEST_FOLDER", "."))
+
+
+def note(kind: str, *words: object) -> None:
+    line = " ".join(str(word) for word in (*words, os.getpid(), time.time())) + "\n"
+    file = os.open(FOLDER / kind, os.O_WRONLY | os.O_CREAT | os.O_APPEND)
+    try:
+        os.write(file, line.encode())
+    finally:
+        os.close(file)
+
+
+def wait_for(name: str) -> None:
+    """Hold the node until the test lets it go."""
+    deadline = time.monotonic() + 60
+    while not (FOLDER / name).exists():
+        if time.monotonic() > deadline:
+            message = f"nobody made {name}"
+            raise TimeoutError(message)
+        time.sleep(0.005)
+
+
+@effect(idempotent=True)
+def pay(thread: str, what: str) -> str:
+    note("paid", thread, what)
+    return f"{what} of {thread}"
+
+
+class Log(TypedDict, total=False):
+    done: Annotated[list[str], append]
+
+
+# --- a chain of three -------------------------------------------------------------------------------------------------
+
+chain = Graph("chain", state=Log)
+
+
+def _link(name: str, after: str) -> None:
+    @chain.node(name=name)
+    def run(state, ctx):
+        note("starts", ctx.thread, name)
+        return {"done": [ctx.effect(pay, ctx.thread, name)]}
+
+    chain.edge(after, name)
+
+
+for _name, _after in (("a", START), ("b", "a"), ("c", "b")):
+    _link(_name, _after)
+chain.edge("c", END)
+
+
+# --- nodes that the test holds ----------------------------------------------------------------------------------------
+
+held = Graph("held", state=Log)
+
+
+@held.node
+def before(state, ctx):
+    note("starts", ctx.thread, "before")
+    return {"done": [ctx.effect(pay, ctx.thread, "before")]}
+
+
+@held.node
+def hold(state, ctx):
+    note("starts", ctx.thread, "hold")
+    paid = ctx.effect(pay, ctx.thread, "hold")
+    wait_for("release")
+    return {"done": [paid]}
+
+
+@held.node
+def after(state, ctx):
+    note("starts", ctx.thread, "after")
+    return {"done": [ctx.effect(pay, ctx.thread, "after")]}
+
+
+held.edge(START, "before")
+held.edge("before", "hold")
+held.edge("hold", "after")
+held.edge("after", END)
+
+
+# --- a node that kills its process ------------------------------------------------------------------------------------
+
+poison = Graph("poison", state=Log)
+
+
+@poison.node
+def die(state, ctx):
+    note("starts", ctx.thread, "die")
+    if not (FOLDER / "cured").exists():
+        os.kill(os.getpid(), signal.SIGKILL)
+    return {"done": ["die"]}
+
+
+poison.edge(START, "die")
+poison.edge("die", END)
+
+
+# --- a fan-out --------------------------------------------------------------------------------------------------------
+
+
+class Items(TypedDict, total=False):
+    count: int
+    item: int
+    seen: Annotated[list[int], append]
+    joined: int
+
+
+fan = Graph("fan", state=Items, fan_out=True)
+
+
+@fan.node
+def part(state, ctx):
+    note("starts", ctx.thread, "part", state["item"])
+    if state["item"] == 1 and (FOLDER / "hold-part").exists():
+        wait_for("release")
+    return {"seen": [state["item"]]}
+
+
+@fan.node
+def join(state, ctx):
+    note("starts", ctx.thread, "join")
+    return {"joined": len(state["seen"])}
+
+
+fan.route(START, lambda state: [Send("part", {"item": number}) for number in range(state["count"])], to=["part"])
+fan.edge("part", "join")
+fan.edge("join", END)
+
+
+# --- one that fails once and comes back later, and one that asks ------------------------------------------------------
+
+flaky = Graph("flaky", state=Log)
+
+
+@flaky.node(retry=Retry(attempts=2, delay=2.0, jitter=0.0))
+def fail_once(state, ctx):
+    note("starts", ctx.thread, "fail_once")
+    if ctx.attempt == 1:
+        message = "not yet"
+        raise ConnectionError(message)
+    return {"done": ["fail_once"]}
+
+
+flaky.edge(START, "fail_once")
+flaky.edge("fail_once", END)
+
+asking = Graph("asking", state=Log)
+
+
+@asking.node
+def ask(state, ctx):
+    note("starts", ctx.thread, "ask")
+    decision = ctx.approve("Go on?", arguments={"thread": ctx.thread})
+    return {"done": [decision.verdict]}
+
+
+asking.edge(START, "ask")
+asking.edge("ask", END)

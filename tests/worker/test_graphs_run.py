@@ -1,0 +1,97 @@
+"""Real workers run graphs, on a laptop's stack and on a server's."""
+
+from __future__ import annotations
+
+import os
+from collections import Counter
+
+import psutil
+import pytest
+
+from tests.worker.deployment import eventually
+
+CHAIN = ("a", "b", "c")
+
+
+def test_threads_finish_with_every_node_started_once(deployment):
+    deployment.worker(concurrency=2)
+    threads = [f"t{number}" for number in range(10)]
+
+    deployment.start("chain", *threads)
+    deployment.ended(*threads)
+
+    every_node_once = Counter({f"{thread} {node}": 1 for thread in threads for node in CHAIN})
+    assert deployment.counts("starts") == every_node_once
+    assert deployment.counts("paid") == every_node_once
+
+
+@pytest.mark.parametrize("pool", ["threads", "solo"])
+def test_other_pools_run_graphs_in_the_main_process(embedded, pool):
+    worker = embedded.worker(concurrency=2, pool=pool)
+
+    embedded.start("chain", "t1", "t2")
+    embedded.ended("t1", "t2")
+
+    assert {words[-2] for words in embedded.notes("starts")} == {str(worker.pid)}
+
+
+def test_a_fan_out_is_spread_over_workers_and_joined_once(deployment):
+    deployment.touch("hold-part")
+    workers = [deployment.worker(concurrency=1) for _ in range(2)]
+
+    deployment.start("fan", "f", count=6)
+    # One worker's only child is held by part 1; the other five parts run on the other worker.
+    held_by = deployment.started("f part 1")[0][-2]
+    eventually(lambda: len(deployment.notes("starts")) == 6, what="the other parts")
+    deployment.touch("release")
+    deployment.ended("f")
+
+    assert deployment.counts("starts") == Counter({"f join": 1, **{f"f part {item}": 1 for item in range(6)}})
+    others = {words[-2] for words in deployment.notes("starts") if words[1] == "part" and words[2] != "1"}
+    assert {psutil.Process(int(pid)).ppid() for pid in others} == {
+        worker.pid for worker in workers if int(held_by) not in worker.children()
+    }
+
+
+def test_each_child_has_a_connection_of_its_own(served):
+    worker = served.worker(concurrency=4)
+    children = {str(pid) for pid in worker.children()}
+    assert len(children) == 4
+
+    # One held thread for each child, so that every one of them has to use the database.
+    threads = [f"h{number}" for number in range(4)]
+    served.start("held", *threads)
+    for thread in threads:
+        served.started(f"{thread} hold")
+    served.touch("release")
+    served.ended(*threads)
+    short = [f"t{number}" for number in range(40)]
+    served.start("chain", *short)
+    served.ended(*short)
+
+    assert {words[-2] for words in served.notes("starts")} == children
+    backends = served.query(
+        "SELECT count(*) FROM pg_stat_activity WHERE datname = current_database() AND application_name = 'keepstep'"
+    )
+    # Of the main process: registration, liveness, sweep, commands.
+    assert backends == [(4 + 4,)]
+    assert worker.events("nudge_dropped") == []
+    assert worker.events("service_failed") == []
+
+
+def test_a_worker_that_is_asked_to_stop_finishes_what_runs_and_leaves(deployment):
+    worker = deployment.supervised(concurrency=1)
+    deployment.start("held", "h")
+    deployment.started("h hold")
+
+    os.kill(worker.pid, 15)
+    eventually(lambda: worker.events("worker_stopping"), what="the stop")
+    assert worker.process.poll() is None
+    deployment.touch("release")
+
+    assert worker.process.wait(20) == 0
+    assert worker.events("worker_left")
+    assert deployment.query("SELECT id FROM keepstep_worker") == []
+    # The node that ran was finished and committed; what comes next waits for another worker.
+    assert deployment.counts("starts") == Counter({"h before": 1, "h hold": 1})
+    assert deployment.query("SELECT name, status, seq, deaths FROM keepstep_thread") == [("h", "ready", 2, 0)]

@@ -1,0 +1,132 @@
+"""The broker or the database goes away and comes back; nothing accepted is lost and nobody restarts a worker."""
+
+from __future__ import annotations
+
+import contextlib
+from collections import Counter
+
+import kombu
+
+import keepstep
+from keepstep import broker
+from keepstep.ids import new_id
+from tests.worker.deployment import deployed, eventually
+
+
+def test_a_broker_emptied_with_threads_in_flight_loses_none(served, redis_server):
+    worker = served.worker(concurrency=2)
+    running, queued = [f"h{n}" for n in range(2)], [f"t{n}" for n in range(10)]
+    backing_off, waiting = [f"r{n}" for n in range(3)], [f"w{n}" for n in range(3)]
+    served.start("asking", *waiting)
+    served.ended(*waiting, status="waiting")
+    served.start("flaky", *backing_off)
+    for thread in backing_off:
+        served.started(f"{thread} fail_once")
+    served.start("held", *running)
+    for thread in running:
+        served.started(f"{thread} hold")
+    served.start("chain", *queued)
+
+    redis_server.flush()
+    served.touch("release")
+    for (approval,) in served.query("SELECT id FROM keepstep_approval WHERE status = 'open'"):
+        served.client.approve(approval, by="anna")
+    served.ended(*running, *queued, *backing_off, *waiting, seconds=60)
+
+    expected = Counter({f"{thread} {node}": 1 for thread in queued for node in "abc"})
+    expected.update({f"{thread} {node}": 1 for thread in running for node in ("before", "hold", "after")})
+    assert served.counts("paid") == expected
+    expected.update({f"{thread} fail_once": 2 for thread in backing_off})
+    expected.update({f"{thread} ask": 2 for thread in waiting})  # once to ask, once with the answer
+    assert served.counts("starts") == expected
+    assert worker.process.poll() is None
+
+
+def test_a_broker_that_is_down_at_the_start_and_in_between_is_waited_for(tmp_path, postgresql_url, spare_redis):
+    spare_redis.kill()
+    with deployed(tmp_path, postgresql_url, spare_redis.url) as deployment:
+        worker = deployment.worker(concurrency=1)
+        spare_redis.start()
+        deployment.start("held", "h")
+        deployment.started("h hold")
+
+        spare_redis.kill()
+        deployment.touch("release")
+        # The step commits although its nudge cannot be sent.
+        eventually(
+            lambda: deployment.query("SELECT seq FROM keepstep_thread") == [(2,)], what="the commit without a broker"
+        )
+        spare_redis.start()
+        deployment.ended("h", seconds=60)
+        deployment.start("chain", "t")
+        deployment.ended("t")
+
+        assert deployment.counts("starts") == Counter(
+            {"h before": 1, "h hold": 1, "h after": 1, "t a": 1, "t b": 1, "t c": 1}
+        )
+        assert worker.process.poll() is None
+        assert worker.stop() == 0
+
+
+def test_a_database_that_is_away_delays_commands_and_loses_none(tmp_path, proxied_url, postgresql_proxy, redis_url):
+    with deployed(tmp_path, proxied_url, redis_url) as deployment:
+        worker = deployment.worker(concurrency=1)
+        deployment.start("chain", "t1")
+        deployment.ended("t1")
+
+        postgresql_proxy.refuse()
+        with keepstep.Client(settings=deployment.settings) as client:
+            receipt = client.start("chain", "t2", {})
+            eventually(lambda: worker.events("command_put_back"), what="the command's return to the queue")
+            postgresql_proxy.accept()
+            assert receipt.accepted(timeout=20).duplicate is False
+        deployment.ended("t2")
+
+        assert deployment.counts("starts") == Counter(
+            {f"{thread} {node}": 1 for thread in ("t1", "t2") for node in "abc"}
+        )
+        assert worker.process.poll() is None
+
+
+def test_a_bad_message_is_rejected_and_the_next_one_is_taken(deployment):
+    worker = deployment.worker(concurrency=1)
+    settings = deployment.settings
+    replies = broker.replies_queue(broker.replies_prefix(settings.queue) + new_id())
+    with broker.connection(settings.broker, commands=True, queue=settings.queue) as connection:
+        producer = kombu.Producer(connection.channel())
+        bodies = [
+            b'{"v": 1, "verb": "start", "id": "bad-1", "tenant": "default"}',
+            b"\x80\x04nonsense",
+            b'{"v": 9, "verb": "start", "id": "bad-3"}',
+            b'["not", "an", "object"]',
+        ]
+        with kombu.Consumer(connection.channel(), [replies], on_message=lambda m: (got.append(m.payload), m.ack())):
+            got: list[dict[str, object]] = []
+            for number, body in enumerate(bodies, 1):
+                producer.publish(
+                    body,
+                    routing_key=broker.commands_name(settings.queue),
+                    declare=[broker.commands_queue(settings.broker, settings.queue)],
+                    content_type="application/x-python-serialize" if number == 2 else "application/json",
+                    content_encoding="binary" if number == 2 else "utf-8",
+                    correlation_id=f"bad-{number}",
+                    reply_to=replies.name,
+                )
+            eventually(lambda: drained(connection) or len(got) == 4, what="four refusals")
+
+    deployment.start("chain", "t")
+    deployment.ended("t")
+    assert sorted((reply["id"], reply["status"], reply["error"]["code"]) for reply in got) == [
+        ("bad-1", "refused", "invalid_message"),
+        ("bad-2", "refused", "invalid_message"),
+        ("bad-3", "refused", "unsupported_version"),
+        ("bad-4", "refused", "invalid_message"),
+    ]
+    assert [event["command_id"] for event in worker.events("command_refused")] == ["bad-1", "bad-2", "bad-3", "bad-4"]
+    assert deployment.statuses() == {"t": "done"}
+
+
+def drained(connection):
+    with contextlib.suppress(TimeoutError):
+        connection.drain_events(timeout=0.2)
+    return False

@@ -25,7 +25,7 @@ class KeepstepError(Exception):
         return str(self.args[0])
 
 
-# --- what the caller said was wrong: nothing was written -------------------------------------------------------------
+# --- what the caller said was wrong: nothing was written ---
 
 
 class InvalidInput(KeepstepError):
@@ -130,7 +130,7 @@ class WrongStatus(Conflict):
     code = "wrong_status"
 
 
-# --- what happened to a step: recorded on the thread -------------------------------------------------------------------
+# --- what happened to a step: recorded on the thread ---
 
 
 class StepError(KeepstepError):
@@ -206,7 +206,7 @@ class Undecided(KeepstepError):
     code = "undecided"
 
 
-# --- the world around it ------------------------------------------------------------------------------------------------
+# --- the world around it ---
 
 
 class StaleLease(KeepstepError):
@@ -238,6 +238,13 @@ class NotConfirmed(Unavailable):
     """No worker has confirmed the message in time; it may still be accepted later."""
 
     code = "not_confirmed"
+
+
+class DuplicateRow(KeepstepError):
+    """Another transaction wrote the same row first; the transaction can be run again and will find it."""
+
+    code = "duplicate_row"
+    retryable = True
 
 
 class SchemaMismatch(KeepstepError):

@@ -21,6 +21,7 @@ from __future__ import annotations
 import hashlib
 import re
 from typing import Any, NamedTuple
+from weakref import WeakKeyDictionary
 
 from keepstep.errors import HistoryCorrupt, InvalidSettings, ThreadBlocked, TooLarge, UnknownType
 from keepstep.runtime.decoder import UNREADABLE, Reader, Untyped, untyped_in
@@ -72,15 +73,19 @@ class Codec:
         self.value_bytes_max = value_bytes_max
         self._header = f"KS{_FORMAT_VERSION}{_LETTERS[format]}- {schema_version} \n".encode()
         self._reader = Reader(self._rebuilt)
+        self._wider: WeakKeyDictionary[TypeRegistry, Codec] = WeakKeyDictionary()
 
     def including(self, *declared: Any) -> Codec:
         """Return a codec of the same format that also knows the types `declared` reach."""
         types = self.types.including(*declared)
         if types is self.types:
             return self
-        return Codec(
-            types, format=self.format, value_bytes_max=self.value_bytes_max, schema_version=self.schema_version
-        )
+        wider = self._wider.get(types)
+        if wider is None:
+            wider = self._wider[types] = Codec(
+                types, format=self.format, value_bytes_max=self.value_bytes_max, schema_version=self.schema_version
+            )
+        return wider
 
     def encode(self, value: object, *, path: str = "$") -> bytes:
         """Return the payload of `value`; raise `NotStorable` or `TooLarge` naming the path (`$.order.lines[2]`)."""

@@ -19,6 +19,7 @@ from keepstep.errors import (
     ApprovalClosed,
     ApprovalExpired,
     Conflict,
+    DuplicateRow,
     InvalidInput,
     NotFound,
     RunInProgress,
@@ -39,6 +40,9 @@ from keepstep.store.leases import Nudge
 from keepstep.store.schema import BLOCKED, ENDED, FAILED
 from keepstep.store.threads import NewRun, ThreadState
 from keepstep.store.waits import ApprovalState, DecisionState
+
+_PATIENCE_SECONDS = 2.0
+_RACES_MAX = 3
 
 
 class StartMessage(Protocol):
@@ -118,11 +122,20 @@ def accept(runtime: Runtime, message: Any) -> Accepted:
         "control": _control,
     }
     handler = handlers[message.verb]
-    with runtime.store.transaction() as transaction:
-        done = threads.audited(transaction, message.tenant, message.id)
-        if done is not None:
-            return Accepted(done, duplicate=True)
-        return handler(runtime, transaction, message)
+
+    def once() -> Accepted:
+        with runtime.store.transaction() as transaction:
+            done = threads.audited(transaction, message.tenant, message.id)
+            if done is not None:
+                return Accepted(done, duplicate=True)
+            return handler(runtime, transaction, message)
+
+    for _ in range(_RACES_MAX):
+        try:
+            return runtime.store.patiently(once, seconds=_PATIENCE_SECONDS)
+        except DuplicateRow:
+            continue  # the same command, or one for the same new thread, came in elsewhere: now it is there to be found
+    return once()
 
 
 def _audit(transaction: Transaction, message: Any, thread_id: str, action: str, actor: str, detail: object) -> None:
@@ -137,7 +150,7 @@ def _audit(transaction: Transaction, message: Any, thread_id: str, action: str, 
     )
 
 
-# --- start --------------------------------------------------------------------------------------------------------------
+# --- start ---
 
 
 def _start(runtime: Runtime, transaction: Transaction, message: StartMessage) -> Accepted:
@@ -201,7 +214,7 @@ def _check_input(graph: CompiledGraph, given: object) -> None:
     planner.begin(graph, channels, key="")
 
 
-# --- decide -------------------------------------------------------------------------------------------------------------
+# --- decide ---
 
 
 def _decide(runtime: Runtime, transaction: Transaction, message: DecideMessage) -> Accepted:
@@ -281,7 +294,7 @@ def _closes(found: ApprovalState, earlier: list[DecisionState], message: DecideM
     return "approved" if len(approved) >= found.quorum else None
 
 
-# --- signal -------------------------------------------------------------------------------------------------------------
+# --- signal ---
 
 
 def _signal(runtime: Runtime, transaction: Transaction, message: SignalMessage) -> Accepted:
@@ -331,7 +344,7 @@ def _one_thread(transaction: Transaction, tenant: str, graph: str | None, name: 
     return state
 
 
-# --- control ------------------------------------------------------------------------------------------------------------
+# --- control ---
 
 
 def _control(_runtime: Runtime, transaction: Transaction, message: ControlMessage) -> Accepted:

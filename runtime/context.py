@@ -60,6 +60,9 @@ class Attempt:
     codec: Codec
     failures: Sequence[Mapping[str, Any]] = ()
     events: list[NewEvent] = field(default_factory=list)
+    emitted: int = 0
+    published: Callable[[], int] = lambda: 0
+    """How many events earlier attempts of this node run, which parked, have published."""
     drawn: int = 0
 
 
@@ -134,12 +137,14 @@ class _Facts:
         )
 
     def emit(self, event: object) -> None:
-        """Publish an event with the outcome of this attempt; an attempt that is retried publishes nothing.
+        """Publish an event once, with this attempt's outcome: done or parked. An attempt that is retried has none.
 
         Read it with `Reader.events`. Raises `NotStorable` naming the path of what cannot be stored.
         """
         payload = self._attempt.codec.encode(event, path="$event")
-        self._attempt.events.append(NewEvent(self._attempt.place.node_run, payload))
+        self._attempt.emitted += 1
+        if self._attempt.emitted > self._attempt.published():
+            self._attempt.events.append(NewEvent(self._attempt.place.node_run, payload))
 
     def _draw(self, kind: str) -> bytes:
         """Return 32 bytes that are the same at this place on every retry, and nowhere else."""
@@ -150,12 +155,10 @@ class _Facts:
             f"{place.step}\x1f{place.node_run}\x1f{kind}\x1f{number}".encode(), digest_size=32
         ).digest()
 
-    def random(self) -> float:
-        """Return a random number from 0 to 1 that is the same on every retry. Not for secrets."""
+    def _random(self) -> float:
         return int.from_bytes(self._draw("random")[:7]) / (1 << 56)
 
-    def uuid(self) -> uuid.UUID:
-        """Return a UUID (version 8) that is the same on every retry."""
+    def _uuid(self) -> uuid.UUID:
         number = int.from_bytes(self._draw("uuid")[:16])
         number = number & ~(0xF << 76) | 8 << 76
         return uuid.UUID(int=number & ~(0b11 << 62) | 0b10 << 62)
@@ -257,6 +260,14 @@ class Context(_Facts):
         """Return the time (UTC), the same on every retry."""
         return datetime.fromtimestamp(self.effect(_now), UTC)
 
+    def random(self) -> float:
+        """Return a random number from 0 to 1 that is the same on every retry. Not for secrets."""
+        return self._random()
+
+    def uuid(self) -> uuid.UUID:
+        """Return a UUID (version 8) that is the same on every retry."""
+        return self._uuid()
+
 
 class AsyncContext(_Facts):
     """The context of an async node: `Context`'s names, awaitable."""
@@ -279,7 +290,7 @@ class AsyncContext(_Facts):
         except Exception as error:
             await asyncio.to_thread(journal.fail, begun, error)
             raise
-        return await asyncio.to_thread(journal.succeed, begun, result)  # type: ignore[no-any-return]  # result itself
+        return await asyncio.to_thread(journal.succeed, begun, result)
 
     @cached_property
     def _sync(self) -> Context:
@@ -320,3 +331,11 @@ class AsyncContext(_Facts):
     async def now(self) -> datetime:
         """Return the time (UTC), the same on every retry."""
         return datetime.fromtimestamp(await self.effect(_now), UTC)
+
+    async def random(self) -> float:
+        """Return a random number from 0 to 1 that is the same on every retry. Not for secrets."""
+        return self._random()
+
+    async def uuid(self) -> uuid.UUID:
+        """Return a UUID (version 8) that is the same on every retry."""
+        return self._uuid()

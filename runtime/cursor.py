@@ -140,7 +140,7 @@ def _failures(frame: Frame) -> Iterable[dict[str, Any]]:
             yield from _failures(entry.frame)
 
 
-# --- plain forms ------------------------------------------------------------------------------------------------------
+# --- plain forms ---
 # Small, as every checkpoint holds one: a node that is due by name is its name, one due by Send is [name, input].
 
 

@@ -18,10 +18,11 @@ from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from typing import Any, ParamSpec, TypeVar, overload
 
-from keepstep.errors import Diverged, EffectConflict, EffectUnknown, GraphError, InvalidInput, NodeTimeout
+from keepstep.errors import Diverged, EffectConflict, EffectUnknown, InvalidInput, NodeTimeout
 from keepstep.ids import checked_name
 from keepstep.runtime.codec import Codec
 from keepstep.runtime.outcome import described, error_text
+from keepstep.runtime.watchdog import undisturbed
 from keepstep.store import effects as journal
 from keepstep.store.effects import EffectKey, EffectState
 from keepstep.store.engine import Store
@@ -64,9 +65,6 @@ def effect(
 
 
 def _declared(function: Callable[..., Any], *, idempotent: bool, name: str | None) -> Callable[..., Any]:
-    if not callable(function):
-        message = f"@effect decorates a function, not {function!r}"
-        raise GraphError(message)
     known = name if name is not None else getattr(function, "__name__", "")
     setattr(function, _DECLARED, EffectDeclaration(checked_name("an effect's name", known), idempotent))
     return function
@@ -200,6 +198,10 @@ class Journal:
 
         When the result cannot be stored the intent stays without one: it did happen, and a retry must not repeat it.
         """
+        with undisturbed():
+            return self._succeeded(call, result)
+
+    def _succeeded(self, call: Call, result: object) -> object:
         stored = call.codec.encode(result, path=f"${call.declared.name}.result")
         if call.declared.idempotent:
             self._store.patiently(
@@ -222,6 +224,10 @@ class Journal:
 
     def fail(self, call: Call, error: BaseException) -> None:
         """Record that an effect failed: a known failure, which a retry of the node may try again."""
+        with undisturbed():
+            self._failed(call, error)
+
+    def _failed(self, call: Call, error: BaseException) -> None:
         if not call.declared.idempotent:
             text = error_text(described(error))
             self._store.patiently(

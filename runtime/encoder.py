@@ -104,7 +104,7 @@ def _why_not(value: object) -> str:
     )
 
 
-# --- containers ------------------------------------------------------------------------------------------------------
+# --- containers ---
 
 
 def _write_dict(writer: Writer, value: dict[Any, Any], depth: int) -> object:
@@ -186,7 +186,7 @@ def _write_untyped(writer: Writer, value: Untyped, depth: int) -> object:
     return writer.form.tag_object(value.name, writer.plain(value.content, depth - 1), rest)  # one level, as in `plain`
 
 
-# --- scalars ---------------------------------------------------------------------------------------------------------
+# --- scalars ---
 
 
 def _scalar(kind: str, content: Callable[[Any], object]) -> Handler:
@@ -225,7 +225,7 @@ def _write_bytes_json(writer: Writer, value: bytes | bytearray, _depth: int) -> 
     return writer.form.tag(type(value).__name__, base64.b64encode(value).decode("ascii"))
 
 
-# --- forms -----------------------------------------------------------------------------------------------------------
+# --- forms ---
 
 _pack = msgspec.msgpack.Encoder().encode
 

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
+import functools
 import random
 import threading
 import time
@@ -25,7 +26,7 @@ from keepstep.runtime.outcome import Blocked, Done, Failed, NodeOverdue, Outcome
 from keepstep.runtime.planner import Cursor, DueRun, NodeResult
 from keepstep.runtime.waits import WaitBook
 from keepstep.runtime.watchdog import alarm
-from keepstep.store import leases
+from keepstep.store import checkpoints, leases
 from keepstep.store import waits as stored_waits
 from keepstep.store.checkpoints import NewEvent
 from keepstep.store.leases import Claim
@@ -100,7 +101,7 @@ def _planned_wait(state: RetryCallState) -> float:
 
 def _attempt(runtime: Runtime, node_run: NodeRun) -> Outcome:
     """Enter the node's body once."""
-    node, claim, run = node_run.node, node_run.claim, node_run.run
+    node, run = node_run.node, node_run.run
     timeout = runtime.timeout(node)
     deadline = time.monotonic() + timeout
     attempt = _prepared(runtime, node_run, deadline)
@@ -124,8 +125,8 @@ def _attempt(runtime: Runtime, node_run: NodeRun) -> Outcome:
         node_run.events[:] = attempt.events
         return Waiting(parked.waits)
     except NodeOverdue:
-        error = NodeTimeout(f"node {run.id!r} ran longer than its timeout of {timeout:g} s")
-        return _failed(runtime, node_run, error, attempt)
+        overdue = NodeTimeout(f"node {run.id!r} ran longer than its timeout of {timeout:g} s")
+        return _failed(node_run, overdue, attempt)
     except StaleLease:
         raise
     except ThreadBlocked as error:
@@ -134,9 +135,9 @@ def _attempt(runtime: Runtime, node_run: NodeRun) -> Outcome:
         # The world's failure, not the node's: it costs no attempt.
         return Retry(_UNAVAILABLE_SECONDS, node_run.failures, described(error, node=run.node, run=run.id))
     except Exception as error:  # noqa: BLE001  user code may raise anything
-        return _failed(runtime, node_run, error, attempt)
+        return _failed(node_run, error, attempt)
     except asyncio.CancelledError as error:
-        return _failed(runtime, node_run, error, attempt)
+        return _failed(node_run, error, attempt)
     node_run.events[:] = attempt.events
     return Done(result)
 
@@ -146,7 +147,7 @@ def _prepared(runtime: Runtime, node_run: NodeRun, deadline: float) -> Attempt:
     codec = runtime.codec(node_run.graph)
     # A node run that is entered for the first time has no past that would have to be looked up.
     load = node_run.starts > 1
-    checkpoints = node_run.claim.checkpoints
+    stored = node_run.claim.checkpoints
     place = Place(
         tenant=thread.tenant,
         application=thread.application,
@@ -154,7 +155,7 @@ def _prepared(runtime: Runtime, node_run: NodeRun, deadline: float) -> Attempt:
         thread=thread.name,
         thread_id=thread.id,
         run=thread.run_id or "",
-        checkpoint=checkpoints[-1].id if checkpoints else "",
+        checkpoint=stored[-1].id if stored else "",
         step=node_run.step,
         node=run.node,
         node_run=run.id,
@@ -171,7 +172,12 @@ def _prepared(runtime: Runtime, node_run: NodeRun, deadline: float) -> Attempt:
         remaining=lambda: deadline - time.monotonic(),
     )
     book = WaitBook(codec, lambda: stored_waits.of_run(runtime.store, thread.id, node_run.step, run.id) if load else [])
-    return Attempt(place, journal, book, codec, run.failures)
+    attempt = Attempt(place, journal, book, codec, run.failures)
+    if load:
+        attempt.published = functools.cache(
+            lambda: checkpoints.events_published(runtime.store, thread.id, fence.seq, run.id)
+        )
+    return attempt
 
 
 def _called(node: Node, given: object, attempt: Attempt, timeout: float) -> object:
@@ -185,9 +191,10 @@ def _called(node: Node, given: object, attempt: Attempt, timeout: float) -> obje
     return _event_loop().run(_in_time(function(given, AsyncContext(attempt)), timeout))
 
 
-async def _in_time(body: Any, timeout: float) -> object:
+async def _in_time(body: Any, seconds: float) -> object:
+    limit = asyncio.timeout(seconds)
     try:
-        async with asyncio.timeout(timeout) as limit:
+        async with limit:
             return await body
     except TimeoutError:
         if limit.expired():
@@ -204,7 +211,7 @@ def _event_loop() -> asyncio.Runner:
     return runner
 
 
-def _failed(runtime: Runtime, node_run: NodeRun, error: BaseException, attempt: Attempt) -> Outcome:
+def _failed(node_run: NodeRun, error: BaseException, attempt: Attempt) -> Outcome:
     node, run = node_run.node, node_run.run
     node_run.failures += 1
     text = described(error, node=run.node, run=run.id)

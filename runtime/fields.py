@@ -29,7 +29,7 @@ from pydantic import (
     WrapValidator,
 )
 from pydantic.fields import FieldInfo
-from pydantic_core import CoreSchema, PydanticSerializationError, core_schema
+from pydantic_core import CoreSchema, core_schema
 
 from keepstep.errors import GraphError
 from keepstep.runtime.reducers import Reducer, add, append
@@ -105,26 +105,6 @@ class StateKey:
             return self.fit(value)
         except ValidationError:
             return value
-
-    def dump(self, value: object, path: str, problems: list[str]) -> Any:
-        """Return an input of the key in dicts, lists, texts and numbers, which `fit_update` takes back."""
-        if _is_plain(value):
-            return value
-        wrapped = self.reducer is append and not isinstance(value, list)
-        fitted = attempt(self.fit_update, value, path, problems)
-        if self.adapter is not None and not problems:
-            try:
-                # By alias, as that is how a model reads it back.
-                plain = self.adapter.dump_python(
-                    [fitted] if wrapped else fitted, mode="json", by_alias=True, warnings=False
-                )
-            except PydanticSerializationError:
-                plain = value
-            if _is_plain(plain):
-                return plain[0] if wrapped else plain
-        if not problems:
-            problems.append(f"{path}: JSON cannot carry a value of type {type(value).__qualname__} here")
-        return None
 
 
 def _is_plain(value: object) -> bool:
@@ -260,7 +240,7 @@ def takes_two(function: Callable[..., Any]) -> bool:
     return True
 
 
-# --- annotations as pydantic understands them -----------------------------------------------------------------------
+# --- annotations as pydantic understands them ---
 
 
 def _adapter(where: str, annotation: Any) -> TypeAdapter[Any] | None:

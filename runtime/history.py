@@ -95,14 +95,11 @@ def describe(
     graph_version: str,
     nodes: Sequence[Mapping[str, Any]] = (),
     worker: str,
-    started_at: float | None = None,
 ) -> dict[str, Any]:
-    """Return a checkpoint's metadata: versions, the node runs it took (run, starts, failures), and by whom."""
+    """Return a checkpoint's metadata: versions, the node runs it took (run, starts, failures, seconds), and by whom."""
     meta: dict[str, Any] = {"graph": graph_version, "keepstep": __version__, "worker": worker}
     if nodes:
         meta["nodes"] = [dict(node) for node in nodes]
-    if started_at is not None:
-        meta["started_at"] = started_at
     return meta
 
 
@@ -115,7 +112,7 @@ def payload(
     *,
     chain_max: int,
 ) -> Payload:
-    """Return the next checkpoint's payload; raise `NotStorable` or `TooLarge` naming the path of what cannot be kept."""
+    """Return the next checkpoint's payload; raise `NotStorable` or `TooLarge` naming what cannot be kept."""
     change: bytes | None = None
     snapshot: bytes | None = None
     if head is None:

@@ -119,8 +119,9 @@ class _Run:
         due_at = self._reader.next_due(thread.id)
         if due_at is None:
             asked = ", ".join(repr(approval.question) for approval in self._reader.approvals())
-            message = f"the run waits for a decision on {asked}" if asked else "the run waits for a signal"
-            raise Undecided(f"{message}; give graph.run decisions=… or signals=…")
+            waits_for = f"a decision on {asked}" if asked else "a signal"
+            message = f"the run waits for {waits_for}; give graph.run decisions=… or signals=…"
+            raise Undecided(message)
         self._clock.skipped_seconds += max(0.0, due_at - self._clock())
         self._queue += sweep.sweep(self._store, carried=self._runtime.carried, takeover=False, limit=1000)
 

@@ -45,7 +45,7 @@ __all__ = [
 ]
 
 
-# --- the four steps ---------------------------------------------------------------------------------------------------
+# --- the four steps ---
 
 
 def begin(graph: CompiledGraph, channels: Channels, *, key: str) -> Cursor:
@@ -139,14 +139,14 @@ class _Move(msgspec.Struct, frozen=True):
     hidden: Channels
 
 
-# --- moving on --------------------------------------------------------------------------------------------------------
+# --- moving on ---
 
 
 def _moved(move: _Move, graph: CompiledGraph, frame: Frame, path: str, seen: Channels) -> tuple[Frame, Channels]:
     """Return a frame and its values after the super-step."""
     entries = tuple(e if e.done is not None else _moved_entry(move, graph, e, path, seen) for e in frame.entries)
     if any(entry.done is None for entry in entries):
-        return Frame(entries, frame.failures, frame.base), seen
+        return Frame(entries, base=frame.base), seen
     prefix = f"{path}/" if path else ""
     writes = [(prefix + entry.id, entry.done.update) for entry in entries if entry.done and entry.done.update]
     values = graph.schema.apply(seen, writes, seen) if writes else seen
@@ -268,7 +268,7 @@ def _entries(
     return tuple(entries)
 
 
-# --- subgraphs --------------------------------------------------------------------------------------------------------
+# --- subgraphs ---
 
 
 def _entered(

@@ -139,7 +139,7 @@ class Reader:
         """Close it."""
         self.close()
 
-    # --- threads ------------------------------------------------------------------------------------------------------
+    # --- threads ---
 
     def get(self, thread: str, *, graph: str | None = None) -> Thread:
         """Return a thread by name or id; raise `NotFound`, or `Ambiguous` when several graphs have one of that name."""
@@ -198,7 +198,7 @@ class Reader:
             raise Ambiguous(message)
         return found[0]
 
-    # --- history ------------------------------------------------------------------------------------------------------
+    # --- history ---
 
     def history(self, thread: str, *, graph: str | None = None) -> list[Checkpoint]:
         """Return a thread's checkpoints in order; raise `HistoryCorrupt` when one is not what was written."""
@@ -240,7 +240,7 @@ class Reader:
         found = views.history(self._store, row.id, row.branch, row.snapshot_seq, row.seq)
         return [checkpoint for checkpoint, _ in found]
 
-    # --- approvals and events -------------------------------------------------------------------------------------------
+    # --- approvals and events ---
 
     def approvals(
         self,

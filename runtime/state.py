@@ -75,30 +75,6 @@ class StateSchema:
         self._refuse("the input", problems)
         return _copies(values) if self.is_mapping else self._built(values)
 
-    def plain_input(self, given: object) -> dict[str, Any]:
-        """Return an input as JSON carries it, so that `initial` makes of it what it makes of `given`.
-
-        `given` is what `initial` takes. Raises `StateError` naming the path of what does not fit or JSON cannot carry.
-        """
-        if not self.is_mapping and isinstance(given, self.type):
-            values = self._given_by(self._checked_instance(given))
-        else:
-            values = self._named(given)
-        problems: list[str] = []
-        plain = {name: self.keys[name].dump(value, f"$.{name}", problems) for name, value in values.items()}
-        self._refuse("the input", problems)
-        return plain
-
-    def _given_by(self, values: Channels) -> Channels:
-        """Return the input that makes these values of the type's defaults."""
-        given: Channels = {}
-        for name, value in values.items():
-            key = self.keys[name]
-            default = None if key.default is None else key.default()
-            if key.settable and (key.default is None or not same(value, default)):
-                given[name] = self.change(name, default, value, absent=key.default is None)
-        return given
-
     def merge(self, channels: Channels, given: object) -> Channels:
         """Return the channels with a later run's input in them: an update through the reducers.
 
@@ -107,15 +83,19 @@ class StateSchema:
         if not self.is_mapping and isinstance(given, self.type):
             update = self.update(given, channels, node="the input")
         else:
-            update = self._named(given)
-            problems: list[str] = []
-            for name, value in update.items():
-                update[name] = attempt(self.keys[name].fit_update, value, f"$.{name}", problems)
-            self._refuse("the input", problems)
-            update = _copies(update)
+            update = self.fitted(given)
         # What a subgraph of an earlier run left behind, when that run was cancelled in it, is not of this run.
         own = {name: value for name, value in channels.items() if HIDDEN not in name}
         return self.apply(own, [("the input", update)], own)
+
+    def fitted(self, given: object) -> Channels:
+        """Return a later run's input as the update that it is; raise `StateError` naming what does not fit."""
+        update = self._named(given)
+        problems: list[str] = []
+        for name, value in update.items():
+            update[name] = attempt(self.keys[name].fit_update, value, f"$.{name}", problems)
+        self._refuse("the input", problems)
+        return _copies(update)
 
     def defaults(self, present: Mapping[str, Any]) -> Channels:
         """Return fresh defaults of the keys that `present` has not; raise `StateError` naming keys that have none."""

@@ -75,12 +75,15 @@ def _step(runtime: Runtime, claim: Claim) -> list[Nudge]:
         claim, head = begun
         if head.cursor.finished:
             return []
-    _check_limits(runtime, claim, graph)
+    limit = _step_limit(runtime, claim, graph)
+    if claim.thread.run_steps >= limit:
+        raise _limit_reached(limit)
 
     step = head.cursor.key or _key(claim.fence)
     runs = planner.due(graph, head.cursor, head.channels)
     if claim.thread.fanned:
         return _join(runtime, claim, graph, head, runs)
+    _check_deaths(runtime, claim, [run.id for run in runs])
     if len(runs) > 1:
         return _fan_out(runtime, claim, graph, step, runs)
     return _run_alone(runtime, claim, graph, head, step, runs[0])
@@ -90,7 +93,7 @@ def _key(fence: Fence) -> str:
     return f"{fence.thread_id}/{fence.branch}/{fence.seq}"
 
 
-# --- a run begins -------------------------------------------------------------------------------------------------------
+# --- a run begins ---
 
 
 def _begin_run(runtime: Runtime, claim: Claim, graph: CompiledGraph, head: Head | None) -> tuple[Claim, Head] | None:
@@ -124,14 +127,6 @@ def _begin_run(runtime: Runtime, claim: Claim, graph: CompiledGraph, head: Head 
     return claim, after
 
 
-def _check_limits(runtime: Runtime, claim: Claim, graph: CompiledGraph) -> None:
-    limit = _step_limit(runtime, claim, graph)
-    if claim.thread.run_steps >= limit:
-        raise _limit_reached(limit)
-    if claim.attempt.deaths >= runtime.settings.deaths_max and not claim.thread.fanned:
-        raise _deadly(claim)
-
-
 def _step_limit(runtime: Runtime, claim: Claim, graph: CompiledGraph) -> int:
     return claim.thread.step_limit or graph.step_limit or runtime.settings.step_limit
 
@@ -140,21 +135,22 @@ def _limit_reached(limit: int) -> StepLimit:
     return StepLimit(f"the run reached its limit of {limit} steps; its state is kept: retry with a higher step limit")
 
 
-def _deadly(claim: Claim) -> WorkerLost:
-    where = claim.fence.run or "the step"
-    return WorkerLost(
-        f"{where} took its process down {claim.attempt.deaths} times (last: {claim.attempt.last_death}); retry gives it "
-        "another chance"
-    )
+def _check_deaths(runtime: Runtime, claim: Claim, runs: Sequence[str]) -> None:
+    """Refuse to enter a body that has taken its process down too often."""
+    deaths, last = claim.attempt.deaths, claim.attempt.last_death
+    if deaths >= runtime.settings.deaths_max:
+        message = (
+            f"node {', '.join(map(repr, runs))} took its process down {deaths} times (last: {last}); "
+            "retry gives it another chance"
+        )
+        raise WorkerLost(message)
 
 
-# --- one node run -----------------------------------------------------------------------------------------------------
+# --- one node run ---
 
 
-def _run_alone(
-    runtime: Runtime, claim: Claim, graph: CompiledGraph, head: Head, step: str, run: DueRun
-) -> list[Nudge]:
-    started = time.time()
+def _run_alone(runtime: Runtime, claim: Claim, graph: CompiledGraph, head: Head, step: str, run: DueRun) -> list[Nudge]:
+    started = time.perf_counter()
     present = of_state(graph, head.cursor, run, head.channels)
     events: list[NewEvent] = []
     node_run = NodeRun(graph, run, claim, step, present, claim.attempt.starts, claim.attempt.failures, events)
@@ -162,10 +158,8 @@ def _run_alone(
     if not isinstance(outcome, Done):
         _report(claim, run.id, outcome)
         return settle(runtime, claim, step, run.id, outcome, events, failures=node_run.failures)
-    ran = [_ran(run.id, node_run.starts, node_run.failures)]
-    return _advance(
-        runtime, claim, graph, head, {run.id: outcome.result}, ran=ran, events=events, started_at=started, step=step
-    )
+    ran = _ran(run.id, node_run.starts, node_run.failures) | {"seconds": round(time.perf_counter() - started, 6)}
+    return _advance(runtime, claim, graph, head, {run.id: outcome.result}, ran=[ran], events=events, step=step)
 
 
 def _ran(run: str, starts: int, failures: int) -> dict[str, Any]:
@@ -179,7 +173,7 @@ def _report(claim: Claim, run: str, outcome: Outcome) -> None:
         log.warning(kind, thread=claim.thread.name, run=run, error=error["type"], message=error["message"][:500])
 
 
-# --- several node runs --------------------------------------------------------------------------------------------------
+# --- several node runs ---
 
 
 def _fan_out(runtime: Runtime, claim: Claim, graph: CompiledGraph, step: str, runs: Sequence[DueRun]) -> list[Nudge]:
@@ -202,7 +196,7 @@ def _fan_out(runtime: Runtime, claim: Claim, graph: CompiledGraph, step: str, ru
         return nudges
     with ThreadPoolExecutor(len(runs), thread_name_prefix="keepstep-node") as pool:
         found = list(pool.map(lambda nudge: _claim_and_run(runtime, nudge), nudges))
-    followed = [nudge for several in found for nudge in several]
+    followed = [nudge for several in found for nudge in several or ()]
     joins = [nudge for nudge in followed if nudge.kind == "step"]
     for nudge in joins:
         run_step(runtime, nudge.thread_id, nudge.version)
@@ -227,7 +221,8 @@ def run_node(runtime: Runtime, thread_id: str, seq: int, run: str, version: int)
     return True
 
 
-def _claim_and_run(runtime: Runtime, nudge: Nudge) -> list[Nudge]:
+def _claim_and_run(runtime: Runtime, nudge: Nudge) -> list[Nudge] | None:
+    """Run a node run if it is due and free; return the nudges that follow, None when there was nothing to do."""
     claim = leases.claim_node(
         runtime.store,
         nudge.thread_id,
@@ -238,7 +233,7 @@ def _claim_and_run(runtime: Runtime, nudge: Nudge) -> list[Nudge]:
         carried=runtime.carried,
     )
     if claim is None or claim.node is None:
-        return []
+        return None
     step = claim.node.step
     try:
         return _node_run(runtime, claim, step)
@@ -257,8 +252,7 @@ def _claim_and_run(runtime: Runtime, nudge: Nudge) -> list[Nudge]:
 
 def _node_run(runtime: Runtime, claim: Claim, step: str) -> list[Nudge]:
     graph = runtime.graphs[claim.thread.agent, claim.thread.graph_version]
-    if claim.attempt.deaths >= runtime.settings.deaths_max:
-        raise _deadly(claim)
+    _check_deaths(runtime, claim, [claim.fence.run or ""])
     run, present = _as_due(runtime, claim, graph)
     events: list[NewEvent] = []
     node_run = NodeRun(graph, run, claim, step, present, claim.attempt.starts, claim.attempt.failures, events)
@@ -304,10 +298,10 @@ def _join(runtime: Runtime, claim: Claim, graph: CompiledGraph, head: Head, runs
         message = f"node run {missing[0]!r} is due and was not fanned out"
         raise StepError(message)
     ran = [_ran(row.run, row.starts, 0) for row in rows]
-    return _advance(runtime, claim, graph, head, results, ran=ran, events=(), started_at=None, step=_key(claim.fence))
+    return _advance(runtime, claim, graph, head, results, ran=ran, events=(), step=_key(claim.fence))
 
 
-# --- the commit -----------------------------------------------------------------------------------------------------------
+# --- the commit ---
 
 
 def _advance(
@@ -319,7 +313,6 @@ def _advance(
     *,
     ran: Sequence[Mapping[str, Any]],
     events: Sequence[NewEvent],
-    started_at: float | None,
     step: str,
 ) -> list[Nudge]:
     """Apply what the node runs wrote, plan what follows, commit, and return the nudge of the next step."""
@@ -334,7 +327,6 @@ def _advance(
         kind="step",
         ran=ran,
         events=events,
-        started_at=started_at,
         # Only a node run that was entered before can have waits to be settled.
         waits_of=step if claim.attempt.starts > 1 else None,
     )
@@ -354,7 +346,6 @@ def _commit(
     kind: str,
     ran: Sequence[Mapping[str, Any]] = (),
     events: Sequence[NewEvent] = (),
-    started_at: float | None = None,
     waits_of: str | None = None,
     keep_lease: bool = False,
 ) -> tuple[Committed, Head]:
@@ -364,7 +355,7 @@ def _commit(
     limit = _step_limit(runtime, claim, graph)
     if status == READY and kind == "step" and steps >= limit:
         status, error = FAILED, error_text(described(_limit_reached(limit)))
-    meta = describe(graph_version=thread.graph_version, nodes=ran, worker=runtime.owner.worker, started_at=started_at)
+    meta = describe(graph_version=thread.graph_version, nodes=ran, worker=runtime.owner.worker)
     new = payload(runtime.codec(graph), head, channels, cursor, meta, chain_max=settings.snapshot_steps_max)
     committed = checkpoints.commit(
         runtime.store,
@@ -413,7 +404,7 @@ def _next_lease_seconds(runtime: Runtime, graph: CompiledGraph, cursor: Cursor, 
     return runtime.lease_seconds(longest)
 
 
-# --- stopping ---------------------------------------------------------------------------------------------------------------
+# --- stopping ---
 
 
 def _stopped(runtime: Runtime, claim: Claim, error: Exception) -> list[Nudge]:
@@ -426,7 +417,12 @@ def _stopped(runtime: Runtime, claim: Claim, error: Exception) -> list[Nudge]:
     text = described(error, step=_key(claim.fence))
     if not isinstance(error, KeepstepError):
         text["code"] = "internal"
-    log.warning(f"thread_{status}", thread=claim.thread.name, error=text["type"], message=text["message"][:500])
+    log.warning(
+        "thread_failed" if failed else "thread_blocked",
+        thread=claim.thread.name,
+        error=text["type"],
+        message=text["message"][:500],
+    )
     try:
         _stop(runtime, claim, status, error_text(text))
     except StaleLease:

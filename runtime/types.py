@@ -29,9 +29,10 @@ from keepstep.runtime.scalars import KINDS, SCALARS
 from keepstep.runtime.shapes import Refusal, Shape, shape_of
 
 if TYPE_CHECKING:
-    from collections.abc import Iterable, Iterator
+    from collections.abc import Iterable, Iterator, Mapping
 
 _ALIASES = tuple({typing_extensions.TypeAliasType, getattr(typing, "TypeAliasType", typing_extensions.TypeAliasType)})
+_WIDER_MAX = 1024
 _SHARED = frozenset({type(None), bool, int, float, complex, str, bytes, type, types.FunctionType, *SCALARS})
 
 
@@ -47,22 +48,26 @@ class TypeRegistry:
         self._by_name: dict[str, Shape] = {}
         self._by_class: dict[type, Shape] = {}
         self._seen: set[Any] = set()
-        self._wider: dict[tuple[int, ...], tuple[tuple[Any, ...], TypeRegistry]] = {}
+        self._wider: dict[tuple[Any, ...], TypeRegistry] = {}
         self._declare(tuple(declared))
 
     def including(self, *declared: Any) -> TypeRegistry:
-        """Return a registry that also knows what `declared` reach; this one is left as it is."""
-        if not declared:
-            return self
-        key = tuple(map(id, declared))
-        known = self._wider.get(key)
+        """Return a registry that also knows what `declared` reach, or this one when it knows it all."""
+        try:
+            known = self._wider.get(declared)
+        except TypeError:  # Annotated with metadata that has no hash
+            return self._widened(declared)
         if known is None:
-            wider = TypeRegistry()
-            wider._by_name, wider._by_class, wider._seen = dict(self._by_name), dict(self._by_class), set(self._seen)
-            wider._declare(declared)
-            known = (declared, wider)  # the annotations are kept: an id is only theirs while they live
-            self._wider[key] = known
-        return known[1]
+            if len(self._wider) >= _WIDER_MAX:  # annotations made at run time, without end
+                self._wider.clear()
+            known = self._wider[declared] = self._widened(declared)
+        return known
+
+    def _widened(self, declared: tuple[Any, ...]) -> TypeRegistry:
+        wider = TypeRegistry()
+        wider._by_name, wider._by_class, wider._seen = dict(self._by_name), dict(self._by_class), set(self._seen)
+        wider._declare(declared)
+        return self if wider._by_class == self._by_class else wider
 
     def shape(self, cls: type) -> Shape | None:
         """Return how instances of exactly `cls` are stored, or None when `cls` is not declared."""
@@ -86,6 +91,8 @@ class TypeRegistry:
         todo = list(reversed(declared))
         while todo:
             annotation = todo.pop()
+            if annotation is typing.Generic:  # its own origin: it would be met for ever
+                continue
             if isinstance(annotation, (type, *_ALIASES)) and typing.get_origin(annotation) is None:
                 if annotation in self._seen:
                     continue
@@ -131,7 +138,7 @@ def _reached(annotation: Any, local: dict[str, type]) -> Iterator[Any]:
 def _named(annotation: Any, local: dict[str, type]) -> Iterator[Any]:
     """Yield what a name for an annotation stands for."""
     if isinstance(annotation, _ALIASES):
-        yield annotation.__value__
+        yield _evaluated(annotation.__value__, annotation.__module__ or __name__, local)
     elif isinstance(annotation, typing.NewType):
         yield annotation.__supertype__
     elif isinstance(annotation, typing.TypeVar):
@@ -171,14 +178,16 @@ def _private_hints(model: type[BaseModel]) -> Iterator[Any]:
         for name, annotation in inspect.get_annotations(base).items():
             if name not in model.__private_attributes__:
                 continue
-            if isinstance(annotation, str):
-                namespace = {**vars(sys.modules[base.__module__]), **vars(base)}
-                holder = type("holder", (), {"__annotations__": {name: annotation}})
-                # What cannot be resolved is no loss: an instance of it is refused when it is stored, with its path.
-                with contextlib.suppress(NameError):
-                    yield from typing.get_type_hints(holder, namespace, namespace, include_extras=True).values()
-            else:
-                yield annotation
+            # What cannot be resolved is no loss: an instance of it is refused when it is stored, with its path.
+            with contextlib.suppress(NameError):
+                yield _evaluated(annotation, base.__module__, vars(base))
+
+
+def _evaluated(annotation: Any, module: str, names: Mapping[str, Any]) -> Any:
+    """Return an annotation with the names in its texts replaced by what they name in `module`."""
+    holder = type("holder", (), {"__annotations__": {"it": annotation}})
+    namespace = {**vars(sys.modules[module]), **names}
+    return typing_extensions.get_type_hints(holder, namespace, namespace, include_extras=True)["it"]
 
 
 def _hints(cls: type, local: dict[str, type]) -> dict[str, Any]:

@@ -42,6 +42,19 @@ def alarm(seconds: float) -> Iterator[None]:
             signal.signal(signal.SIGALRM, before)
 
 
+@contextlib.contextmanager
+def undisturbed() -> Iterator[None]:
+    """Hold the alarm back during the block: what is being written down must not be cut in two."""
+    if threading.current_thread() is not threading.main_thread():
+        yield
+        return
+    before = signal.pthread_sigmask(signal.SIG_BLOCK, {signal.SIGALRM})
+    try:
+        yield
+    finally:
+        signal.pthread_sigmask(signal.SIG_SETMASK, before)
+
+
 class Watchdog:
     """Calls back for nodes that are still running when their time and grace are over."""
 

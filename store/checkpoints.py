@@ -85,7 +85,8 @@ def _head_update() -> Any:
     kept = {name: case((keep, thread.c[name]), else_=None) for name in ("lease_nonce", "lease_worker", "lease_child")}
     return (
         update(thread)
-        .where(*fenced(thread))
+        # The parent must still be the head: a nonce that was kept for the next step also fits a commit sent twice.
+        .where(*fenced(thread), thread.c.seq == param("seq") - 1)
         .values(
             **kept,
             lease_deadline=case((keep, db_now() + param("lease_seconds")), else_=None),
@@ -170,6 +171,13 @@ _INSERT_EVENT = Statement(
         at=db_now(),
     )
 )
+_EVENTS_OF_RUN = Statement(
+    lambda _dialect: (
+        select(func.count())
+        .select_from(event)
+        .where(event.c.thread_id == param("thread_id"), event.c.seq == param("seq"), event.c.run == param("run"))
+    )
+)
 _SETTLE_WAITS = Statement(
     lambda _dialect: (
         update(wait)
@@ -224,7 +232,7 @@ def commit(store: Store, fence: Fence, new: NewCheckpoint, *, patience_seconds: 
     """Commit a checkpoint under the thread's lease; return the thread after it.
 
     A connection that dies during the commit leaves its outcome unknown. Then the same statement, with the same
-    checkpoint id, is sent again on a new connection: if the first landed, the nonce is gone and the statement does
+    checkpoint id, is sent again on a new connection: if the first landed, the head has moved on and the statement does
     nothing, and the id is found in the history; if it did not, it lands now. Raises `StaleLease` when the lease is
     gone and the checkpoint is not there, `DatabaseUnavailable` after `patience_seconds`.
     """
@@ -305,13 +313,15 @@ def insert_events(
         )
 
 
+def events_published(store: Store, thread_id: str, seq: int, run: str) -> int:
+    """Return how many events a node run has published in the step that will write checkpoint `seq`."""
+    return int(store.rows(_EVENTS_OF_RUN, {"thread_id": thread_id, "seq": seq, "run": run})[0][0])
+
+
 def next_run(store: Store, thread_id: str) -> QueuedRun | None:
     """Return the run that begins next, or None when none is queued."""
     rows = store.rows(_NEXT_RUN, {"thread_id": thread_id})
-    if not rows:
-        return None
-    run_id, given, step_limit, number = rows[0]
-    return QueuedRun(run_id, bytes(given), step_limit, number)
+    return QueuedRun(*rows[0]) if rows else None
 
 
 def history(store: Store, thread_id: str, branch: int) -> list[tuple[CheckpointRow, float]]:

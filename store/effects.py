@@ -120,7 +120,7 @@ _COUNTS = Statement(
 def of_run(store: Store, thread_id: str, step: str, run: str) -> list[EffectState]:
     """Return the effects of a node run's earlier attempts, in the order in which they were begun."""
     rows = store.rows(_OF_RUN, {"thread_id": thread_id, "step": step, "run": run})
-    return [EffectState(*(bytes(v) if isinstance(v, memoryview) else v for v in row)) for row in rows]
+    return [EffectState(*row) for row in rows]
 
 
 def begin(

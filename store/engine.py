@@ -16,6 +16,7 @@ from pathlib import Path
 from typing import Any, TypeVar
 
 import psycopg2
+import psycopg2.extensions
 import structlog
 from sqlalchemy import create_engine, event, make_url
 from sqlalchemy.engine import URL
@@ -24,7 +25,7 @@ from sqlalchemy.exc import TimeoutError as PoolTimeout
 from sqlalchemy.pool import StaticPool
 from tenacity import Retrying, retry_if_exception_type, stop_after_delay, wait_random_exponential
 
-from keepstep.errors import DatabaseUnavailable, InvalidSettings
+from keepstep.errors import DatabaseUnavailable, DuplicateRow, InvalidSettings
 from keepstep.store.statements import Row, Statement
 
 T = TypeVar("T")
@@ -32,8 +33,21 @@ log = structlog.get_logger("keepstep.store")
 
 _BUSY_SECONDS = 20.0
 _CONNECT_SECONDS = 5
+_UNIQUE_VIOLATION = "23505"
 # A conflict between transactions, not a failure of the database: the same transaction succeeds when run again.
 _CONTENTION = ("40001", "40P01", "55P03")
+
+
+def _bytes(value: Any, cursor: Any) -> bytes | None:
+    return None if value is None else bytes(psycopg2.BINARY(value, cursor))
+
+
+# The driver gives memory views; everything here means bytes.
+_BYTES = psycopg2.extensions.new_type(psycopg2.BINARY.values, "BYTES", _bytes)
+
+
+def _prepare_postgresql(connection: Any, _record: object) -> None:
+    psycopg2.extensions.register_type(_BYTES, connection)
 
 
 class Transaction:
@@ -81,8 +95,8 @@ class Store:
             options["isolation_level"] = "AUTOCOMMIT"
             options["connect_args"] = {"connect_timeout": _CONNECT_SECONDS, "application_name": "keepstep"}
         self.engine = create_engine(url, **options)
-        if self.dialect == "sqlite":
-            event.listen(self.engine, "connect", self._prepare_sqlite)
+        prepare = self._prepare_sqlite if self.dialect == "sqlite" else _prepare_postgresql
+        event.listen(self.engine, "connect", prepare)
 
     @classmethod
     def open(cls, url: str, *, pool_size: int = 1, clock: Callable[[], float] = time.time) -> Store:
@@ -108,7 +122,7 @@ class Store:
         return cls(parsed, pool_size=pool_size, clock=clock)
 
     def _prepare_sqlite(self, connection: sqlite3.Connection, _record: object) -> None:
-        connection.create_function("keepstep_now", 0, lambda: self.clock())
+        connection.create_function("keepstep_now", 0, self.clock)
         connection.execute("PRAGMA journal_mode=WAL")
         # A commit that was acknowledged survives a power cut, as on PostgreSQL.
         connection.execute(f"PRAGMA synchronous={'OFF' if self.in_memory else 'FULL'}")
@@ -163,14 +177,17 @@ class Store:
         finally:
             connection.close()
 
-    def _classified(self, error: Exception, connection: Any) -> DatabaseUnavailable | None:
+    def _classified(self, error: Exception, connection: Any) -> DatabaseUnavailable | DuplicateRow | None:
+        unique = isinstance(error, sqlite3.IntegrityError) and "UNIQUE" in str(error)
+        if unique or getattr(error, "pgcode", None) == _UNIQUE_VIOLATION:
+            return DuplicateRow()
         if isinstance(error, sqlite3.Error):
             locked = isinstance(error, sqlite3.OperationalError) and "locked" in str(error)
             return self._unavailable(error) if locked else None
         if getattr(error, "pgcode", None) in _CONTENTION:
             return self._unavailable(error)
         closed = bool(getattr(connection.dbapi_connection, "closed", 0))
-        if closed or self.engine.dialect.is_disconnect(error, connection.dbapi_connection, None):
+        if closed or self.engine.dialect.is_disconnect(error, connection.dbapi_connection, None):  # type: ignore[arg-type]  # DBAPI error
             connection.invalidate()
             # What cut this connection has most likely cut its neighbours in the pool.
             self.engine.dispose()

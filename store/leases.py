@@ -269,8 +269,8 @@ _READ_RANGE = Statement(
 
 
 def checkpoint_row(values: Row) -> CheckpointRow:
-    """Return a checkpoint from its columns; PostgreSQL's driver gives memory views for bytes."""
-    return CheckpointRow(*(bytes(value) if isinstance(value, memoryview) else value for value in values))
+    """Return a checkpoint from its columns."""
+    return CheckpointRow(*values)
 
 
 def checkpoint_range(
@@ -341,12 +341,12 @@ def claim_node(
             head = ThreadHead(*transaction.rows(_READ_HEAD, {"thread_id": thread_id})[0])
             first = head.snapshot_seq if values[nodes - 1] is None else head.seq + 1
             checkpoints = checkpoint_range(transaction, head.id, head.branch, first, head.seq)
-    node = NodeRow(*(bytes(value) if isinstance(value, memoryview) else value for value in values[:nodes]))
+    node = NodeRow(*values[:nodes])
     attempt = Attempt(*values[nodes : nodes + attempts])
     return Claim(Fence(thread_id, nonce, head.branch, seq, run), head, attempt, node, checkpoints)
 
 
-# --- what the holder of a lease may do with it -------------------------------------------------------------------------
+# --- what the holder of a lease may do with it ---
 
 
 def fenced(table: Table) -> list[ColumnElement[bool]]:

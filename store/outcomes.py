@@ -81,7 +81,7 @@ class NodeRunState(NamedTuple):
     starts: int
 
 
-# --- locking ------------------------------------------------------------------------------------------------------------
+# --- locking ---
 
 _LOCK_THREAD = Statement(
     lambda _dialect: (
@@ -122,7 +122,7 @@ def hold(transaction: Transaction, fence: Fence) -> None:
         raise StaleLease
 
 
-# --- fan-out and join ----------------------------------------------------------------------------------------------------
+# --- fan-out and join ---
 
 _INSERT_NODE_RUN = Statement(
     lambda _dialect: insert(node_run).values(
@@ -244,10 +244,10 @@ def finish_node(
 def node_runs(store: Store, thread_id: str, branch: int, seq: int) -> list[NodeRunState]:
     """Return the node runs of a fanned-out step, in the order in which the step planned them."""
     rows = store.rows(_NODE_RUNS, {"thread_id": thread_id, "branch": branch, "seq": seq})
-    return [NodeRunState(*(bytes(v) if isinstance(v, memoryview) else v for v in row)) for row in rows]
+    return [NodeRunState(*row) for row in rows]
 
 
-# --- parking ------------------------------------------------------------------------------------------------------------
+# --- parking ---
 
 _INSERT_APPROVAL = Statement(
     lambda _dialect: insert(approval).values(
@@ -380,7 +380,7 @@ def _ask(transaction: Transaction, place: dict[str, Any], new: NewWait, asked: N
     transaction.run(_INSERT_APPROVAL, {**place, **values, **payload})
 
 
-# --- ending badly -------------------------------------------------------------------------------------------------------
+# --- ending badly ---
 
 _STOP = Statement(
     lambda _dialect: (

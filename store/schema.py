@@ -18,6 +18,8 @@ can live beside an application's own.
 
 from __future__ import annotations
 
+from typing import Any
+
 from sqlalchemy import (
     BigInteger,
     CheckConstraint,
@@ -55,9 +57,9 @@ def _time(name: str, *, nullable: bool = False) -> Column[float]:
     return Column(name, Float(53), nullable=nullable)
 
 
-def _lease_columns() -> list[Column[object]]:
+def _lease_columns() -> list[Column[Any]]:
     """Who may act on the row, what it has cost so far, and what must be in the queue for it."""
-    columns: list[Column[object]] = [
+    return [
         Column("version", Integer, nullable=False),
         _time("due_at"),
         Column("lease_nonce", Text),
@@ -72,7 +74,6 @@ def _lease_columns() -> list[Column[object]]:
         _time("next_nudge_at"),
         _count("nudges"),
     ]
-    return columns
 
 
 worker = Table(

@@ -9,7 +9,7 @@ from __future__ import annotations
 from collections.abc import Callable, Mapping, Sequence
 from typing import TYPE_CHECKING, Any, cast
 
-from sqlalchemy import ColumnElement, Dialect, Float, bindparam, or_
+from sqlalchemy import ColumnElement, Dialect, Float, Integer, bindparam, or_
 from sqlalchemy.ext.compiler import compiles
 from sqlalchemy.sql.functions import FunctionElement
 
@@ -40,7 +40,7 @@ def _sqlite_now(_element: object, _compiler: object, **_options: object) -> str:
 class contains(FunctionElement[int]):  # noqa: N801  a SQL function, named like one
     """The 1-based position of the second text in the first; 0 when it is not there."""
 
-    type = Float()
+    type = Integer()
     inherit_cache = True
 
 

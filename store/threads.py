@@ -188,7 +188,7 @@ def by_id(transaction: Transaction, thread_id: str) -> ThreadState | None:
 def run_of_request(transaction: Transaction, tenant: str, request_id: str) -> RunState | None:
     """Return the run that a request already started, or None."""
     row = transaction.row(_BY_REQUEST, {"tenant": tenant, "request_id": request_id})
-    return None if row is None else RunState(row[0], row[1], bytes(row[2]), row[3])
+    return None if row is None else RunState(*row)
 
 
 def version_carried(transaction: Transaction, graph: str) -> str | None:
@@ -236,7 +236,7 @@ def add_run(transaction: Transaction, found: ThreadState, graph_version: str, ne
     return Nudge("step", found.id, version) if idle else None
 
 
-# --- control --------------------------------------------------------------------------------------------------------------
+# --- control ---
 
 _PAUSE = Statement(
     lambda _dialect: update(thread).where(thread.c.id == param("id")).values(control="pause", updated_at=db_now())
@@ -397,7 +397,7 @@ def retry(transaction: Transaction, found: ThreadState, step_limit: int | None) 
     return [Nudge("node", found.id, row[0], found.seq + 1, row[1]) for row in again]
 
 
-# --- audit ----------------------------------------------------------------------------------------------------------------
+# --- audit ---
 
 _AUDITED = Statement(
     lambda _dialect: select(audit.c.thread_id, audit.c.detail).where(

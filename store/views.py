@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from typing import Any, NamedTuple
+from typing import NamedTuple
 
 from sqlalchemy import Integer, Text, and_, case, cast, func, or_, select
 
@@ -21,7 +21,7 @@ from keepstep.store.schema import (
     thread,
     wait,
 )
-from keepstep.store.statements import Row, Statement, db_now, param
+from keepstep.store.statements import Statement, db_now, param
 
 
 class ThreadView(NamedTuple):
@@ -327,10 +327,6 @@ _COUNTS = Statement(
 _NOW = Statement(lambda _dialect: select(db_now()))
 
 
-def _as_bytes(row: Row) -> tuple[Any, ...]:
-    return tuple(bytes(value) if isinstance(value, memoryview) else value for value in row)
-
-
 def find_threads(store: Store, tenant: str, name: str) -> list[ThreadView]:
     """Return the threads of a tenant that a name or id means, up to 20."""
     return [ThreadView(*row) for row in store.rows(_FIND, {"tenant": tenant, "name": name})]
@@ -359,12 +355,12 @@ def approvals(
 ) -> list[ApprovalView]:
     """Return approvals of a tenant, oldest first."""
     params = {"tenant": tenant, "status": status, "thread_id": thread_id, "limit": limit}
-    return [ApprovalView(*_as_bytes(row)) for row in store.rows(_APPROVALS, params)]
+    return [ApprovalView(*row) for row in store.rows(_APPROVALS, params)]
 
 
 def decisions(store: Store, approval_id: str) -> list[DecisionView]:
     """Return the decisions on an approval in order."""
-    return [DecisionView(*_as_bytes(row)) for row in store.rows(_DECISIONS, {"approval_id": approval_id})]
+    return [DecisionView(*row) for row in store.rows(_DECISIONS, {"approval_id": approval_id})]
 
 
 def effects(store: Store, thread_id: str) -> list[EffectView]:
@@ -385,7 +381,7 @@ def audits(store: Store, thread_id: str) -> list[AuditView]:
 def events(store: Store, thread_id: str, *, after: int, limit: int) -> list[EventView]:
     """Return a thread's events after a cursor, in order: complete, as a thread's transactions take turns."""
     rows = store.rows(_EVENTS, {"thread_id": thread_id, "after": after, "limit": limit})
-    return [EventView(*_as_bytes(row)) for row in rows]
+    return [EventView(*row) for row in rows]
 
 
 def history(store: Store, thread_id: str, branch: int, first: int, last: int) -> list[tuple[CheckpointRow, float]]:

@@ -7,7 +7,7 @@ separated from its effect by a crash.
 
 from __future__ import annotations
 
-from typing import Any, NamedTuple
+from typing import NamedTuple
 
 from sqlalchemy import Text as TextType
 from sqlalchemy import and_, case, cast, func, insert, or_, select, update
@@ -142,11 +142,7 @@ _WAKE_THREAD = Statement(
 def of_run(store: Store, thread_id: str, step: str, run: str) -> list[WaitState]:
     """Return the waits a node run has asked for, in the order it asked."""
     rows = store.rows(_OF_RUN, {"thread_id": thread_id, "step": step, "run": run})
-    return [WaitState(*_as_bytes(row)) for row in rows]
-
-
-def _as_bytes(row: tuple[Any, ...]) -> tuple[Any, ...]:
-    return tuple(bytes(value) if isinstance(value, memoryview) else value for value in row)
+    return [WaitState(*row) for row in rows]
 
 
 def lock_thread(transaction: Transaction, thread_id: str) -> str | None:
@@ -172,7 +168,7 @@ def answer(transaction: Transaction, key: WaitKey, payload: bytes | None) -> Nud
     return None if woken is None else Nudge("step", key.thread_id, woken[0])
 
 
-# --- approvals ------------------------------------------------------------------------------------------------------------
+# --- approvals ---
 
 _APPROVAL = Statement(
     lambda _dialect: (
@@ -227,7 +223,7 @@ def thread_of_approval(transaction: Transaction, approval_id: str) -> str | None
 
 def lock_approval(transaction: Transaction, approval_id: str) -> ApprovalState:
     """Return an approval that exists, locked; its thread is locked already."""
-    return ApprovalState(*_as_bytes(transaction.rows(_APPROVAL, {"id": approval_id})[0]))
+    return ApprovalState(*transaction.rows(_APPROVAL, {"id": approval_id})[0])
 
 
 def open_approvals(transaction: Transaction, thread_id: str) -> list[str]:
@@ -237,7 +233,7 @@ def open_approvals(transaction: Transaction, thread_id: str) -> list[str]:
 
 def decisions(transaction: Transaction, approval_id: str) -> list[DecisionState]:
     """Return the decisions on an approval, oldest first."""
-    return [DecisionState(*_as_bytes(row)) for row in transaction.rows(_DECISIONS, {"id": approval_id})]
+    return [DecisionState(*row) for row in transaction.rows(_DECISIONS, {"id": approval_id})]
 
 
 def record_decision(transaction: Transaction, approval_id: str, tenant: str, new: DecisionState) -> None:
@@ -252,7 +248,7 @@ def close_approval(transaction: Transaction, approval_id: str, status: str, payl
     return answer(transaction, key, payload)
 
 
-# --- signals and time ----------------------------------------------------------------------------------------------------
+# --- signals and time ---
 
 _FOR_SIGNAL = Statement(
     lambda _dialect: (

@@ -20,6 +20,8 @@ from keepstep.store.outcomes import NUDGE_SECONDS
 from keepstep.store.schema import READY, node_run, thread, worker
 from keepstep.store.statements import Row, Statement, db_now, param
 
+_LEAVE_PATIENCE_SECONDS = 5.0
+
 
 class WorkerState(NamedTuple):
     """A worker as the database knows it."""
@@ -133,16 +135,24 @@ def live(store: Store) -> list[WorkerState]:
 
 def release_child(store: Store, worker_id: str, child: int, *, reason: str) -> list[Nudge]:
     """Release what a dead pool child held, counting its death; return the nudges."""
-    with store.transaction() as transaction:
-        return _released(transaction, _RELEASE_CHILD, worker_id, deaths=1, reason=reason, child=child)
+
+    def release() -> list[Nudge]:
+        with store.transaction() as transaction:
+            return _released(transaction, _RELEASE_CHILD, worker_id, deaths=1, reason=reason, child=child)
+
+    return store.patiently(release)
 
 
 def leave(store: Store, worker_id: str) -> list[Nudge]:
     """Deregister a worker that stops in good order; what it still holds is handed over and counts as no death."""
-    with store.transaction() as transaction:
-        nudges = _released(transaction, _RELEASE_ALL, worker_id, deaths=0, reason=None)
-        transaction.run(_FORGET, {"worker": worker_id})
-    return nudges
+
+    def release() -> list[Nudge]:
+        with store.transaction() as transaction:
+            nudges = _released(transaction, _RELEASE_ALL, worker_id, deaths=0, reason=None)
+            transaction.run(_FORGET, {"worker": worker_id})
+        return nudges
+
+    return store.patiently(release, seconds=_LEAVE_PATIENCE_SECONDS)
 
 
 def take_over(store: Store) -> list[Nudge]:

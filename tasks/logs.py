@@ -26,7 +26,9 @@ def configure(level: int, *, as_json: bool | None = None) -> None:
         structlog.stdlib.PositionalArgumentsFormatter(),
     ]
     # Without the frames' variables: they are the states, the arguments and the secrets of users.
-    tracebacks = structlog.processors.ExceptionRenderer(structlog.tracebacks.ExceptionDictTransformer(show_locals=False))
+    tracebacks = structlog.processors.ExceptionRenderer(
+        structlog.tracebacks.ExceptionDictTransformer(show_locals=False)
+    )
     last: list[Processor] = (
         [tracebacks, _redacted, structlog.processors.JSONRenderer()]
         if as_json

@@ -99,6 +99,7 @@ class KeepstepStep(bootsteps.StartStopStep):
         """Start the services."""
         for service in (*self._living, *self._receiving):
             service.start()
+        log.info("worker_started", worker_id=self._registration.worker_id)
 
     def close(self, parent: Any) -> None:  # noqa: ARG002  Celery's signature
         """Take in no more work."""

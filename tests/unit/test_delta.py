@@ -45,6 +45,7 @@ class Opaque:
     __hash__ = None
 
 
+NEW_YEAR = dt.datetime(2027, 1, 1)  # noqa: DTZ001  a naive one is a value too
 CODEC = Codec(TypeRegistry([Color, Point, Model]), value_bytes_max=10_000_000)
 
 
@@ -109,12 +110,15 @@ def test_the_smallest_safe_operation_is_written(old, new, operation):
         (None, False),
         (Decimal("1.0"), Decimal("1.00")),
         (Decimal(0), Decimal("-0")),
-        (dt.datetime(2027, 1, 1, 12, tzinfo=dt.UTC), dt.datetime(2027, 1, 1, 13, tzinfo=dt.timezone(dt.timedelta(hours=1)))),
+        (
+            dt.datetime(2027, 1, 1, 12, tzinfo=dt.UTC),
+            dt.datetime(2027, 1, 1, 13, tzinfo=dt.timezone(dt.timedelta(hours=1))),
+        ),
         (dt.datetime(2027, 1, 1, tzinfo=dt.UTC), dt.datetime(2027, 1, 1, tzinfo=ZoneInfo("UTC"))),
         (dt.datetime(2027, 1, 1, tzinfo=dt.timezone(dt.timedelta(0), "Z")), dt.datetime(2027, 1, 1, tzinfo=dt.UTC)),
-        (dt.datetime(2027, 1, 1), dt.datetime(2027, 1, 1, fold=1)),
+        (NEW_YEAR, NEW_YEAR.replace(fold=1)),
         (dt.time(1), dt.time(1, fold=1)),
-        (dt.datetime(2027, 1, 1), dt.date(2027, 1, 1)),
+        (NEW_YEAR, NEW_YEAR.date()),
         (Color.RED, Color.BLUE),
         (Point(1), Point(True)),
         (Model(x=1), Model(x=1.0)),
@@ -177,15 +181,19 @@ def test_neither_side_is_changed():
     assert changed == {"l": ["extend", [2]], "d": ["put", {"c": 3}, []], "t": ["text", "b"]}
 
 
-ATOMS = st.sampled_from([None, True, False, 0, 1, -1, 0.0, -0.0, 1.0, math.nan, "", "a", "ab", "abc", b"a", Decimal(1), Color.RED])
+ATOMS = st.sampled_from(
+    [None, True, False, 0, 1, -1, 0.0, -0.0, 1.0, math.nan, "", "a", "ab", "abc", b"a", Decimal(1), Color.RED]
+)
 HASHABLE = ATOMS | st.tuples(ATOMS)
 VALUES = st.recursive(
     ATOMS,
-    lambda inner: st.lists(inner, max_size=4)
-    | st.dictionaries(HASHABLE, inner, max_size=4)
-    | st.sets(HASHABLE, max_size=3)
-    | st.builds(Point, inner)
-    | st.tuples(inner),
+    lambda inner: (
+        st.lists(inner, max_size=4)
+        | st.dictionaries(HASHABLE, inner, max_size=4)
+        | st.sets(HASHABLE, max_size=3)
+        | st.builds(Point, inner)
+        | st.tuples(inner)
+    ),
     max_leaves=8,
 )
 CHANNELS = st.dictionaries(st.sampled_from("abcde"), VALUES, max_size=5)

@@ -509,6 +509,16 @@ def test_sends_to_a_subgraph_are_frames_of_their_own():
     assert thread.state == {"n": 1, "log": ["got 7", "got 8", "join"]}
 
 
+def test_a_subgraph_that_writes_the_value_it_was_sent_passes_it_through():
+    graph = graph_of()
+    graph.node(inner_of("x", "y", x=lambda s, _: {"n": s["n"]}, y=nothing))
+    graph.route(START, lambda state: [Send("sub", {"n": 10**6 + n}) for n in range(2)], to=["sub"])
+    thread = Thread(graph, {"n": 1})
+    thread.finish()
+
+    assert thread.state == {"n": 1}
+
+
 def test_a_send_that_does_not_fit_the_subgraph_is_refused():
     graph = graph_of()
     graph.node(inner_of("x"))
@@ -563,6 +573,7 @@ def test_a_goto_beside_a_running_subgraph_waits_in_the_cursor():
     thread = Thread(graph, {})
     thread.step()
 
+    assert thread.load()[0].failures == []
     assert thread.load()[0].to_plain()["due"][0] == {
         "node": "a",
         "update": {"amount": Decimal("1.50")},

@@ -68,14 +68,14 @@ class Worker:
                     found.append(event)
         return found
 
-    def registered(self, seconds: float = 20.0) -> Worker:
-        """Wait until the worker has told that it is there."""
+    def ready(self, seconds: float = 20.0) -> Worker:
+        """Wait until the worker has told that it is there, with its pool."""
 
         def look() -> bool:
             assert self.process.poll() is None, self.log.read_text()[-4000:]
-            return bool(self.events("worker_registered"))
+            return bool(self.events("worker_started"))
 
-        eventually(look, seconds=seconds, what="the worker's registration")
+        eventually(look, seconds=seconds, what="the worker's start")
         return self
 
     def kill(self) -> None:
@@ -131,16 +131,16 @@ class Deployment:
         return self._started(command, environment)
 
     def worker(self, *, concurrency: int = 1, pool: str = "prefork", **environment: str) -> Worker:
-        """Start a worker and wait until it is registered."""
-        return self.launch(concurrency=concurrency, pool=pool, **environment).registered()
+        """Start a worker and wait until it is ready."""
+        return self.launch(concurrency=concurrency, pool=pool, **environment).ready()
 
     def supervised(self, *, concurrency: int = 1) -> Worker:
-        """Start a supervised worker and wait until it is registered."""
+        """Start a supervised worker and wait until it is ready."""
         program = (
             "from keepstep.settings import load; from keepstep.tasks import worker; import sys; "
             f"sys.exit(worker.main(load(), concurrency={concurrency}))"
         )
-        return self._started([sys.executable, "-c", program], {}).registered()
+        return self._started([sys.executable, "-c", program], {}).ready()
 
     def _started(self, command: Sequence[str], environment: dict[str, str]) -> Worker:
         log = self.folder / f"worker-{len(self.workers)}.log"

@@ -14,6 +14,7 @@ from typing import Any, Protocol
 
 import jsonschema
 
+from keepstep.crashpoints import reach
 from keepstep.errors import (
     Ambiguous,
     ApprovalClosed,
@@ -128,7 +129,9 @@ def accept(runtime: Runtime, message: Any) -> Accepted:
             done = threads.audited(transaction, message.tenant, message.id)
             if done is not None:
                 return Accepted(done, duplicate=True)
-            return handler(runtime, transaction, message)
+            accepted = handler(runtime, transaction, message)
+            reach("inside_command", message.verb)
+            return accepted
 
     for _ in range(_RACES_MAX):
         try:

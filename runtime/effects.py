@@ -18,6 +18,7 @@ from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from typing import Any, ParamSpec, TypeVar, overload
 
+from keepstep.crashpoints import reach
 from keepstep.errors import Diverged, EffectConflict, EffectUnknown, InvalidInput, NodeTimeout
 from keepstep.ids import checked_name
 from keepstep.runtime.codec import Codec
@@ -177,6 +178,7 @@ class Journal:
             if seconds <= 0:
                 message = f"effect {declared.name!r} was not begun: the node's time is over"
                 raise NodeTimeout(message)
+            reach("before_intent", call)
             self._store.patiently(
                 lambda: journal.begin(
                     self._store,
@@ -188,6 +190,7 @@ class Journal:
                     seconds=seconds,
                 )
             )
+            reach("after_intent", call)
         with self._lock:
             self._under_way.add(call)
         extra = {"idempotency_key": f"{self._step}/{self._run}/{call}"} if _wants_key(function) else {}
@@ -198,10 +201,13 @@ class Journal:
 
         When the result cannot be stored the intent stays without one: it did happen, and a retry must not repeat it.
         """
+        reach("after_call", call.key.call)
         with undisturbed():
-            return self._succeeded(call, result)
+            self._succeeded(call, result)
+        reach("after_result", call.key.call)
+        return result
 
-    def _succeeded(self, call: Call, result: object) -> object:
+    def _succeeded(self, call: Call, result: object) -> None:
         stored = call.codec.encode(result, path=f"${call.declared.name}.result")
         if call.declared.idempotent:
             self._store.patiently(
@@ -220,7 +226,6 @@ class Journal:
                 lambda: journal.finish(self._store, self._fence.nonce, call.key, state=journal.DONE, result=stored)
             )
         self._ended(call, journal.DONE, stored)
-        return result
 
     def fail(self, call: Call, error: BaseException) -> None:
         """Record that an effect failed: a known failure, which a retry of the node may try again."""

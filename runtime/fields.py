@@ -35,7 +35,6 @@ from keepstep.errors import GraphError
 from keepstep.runtime.reducers import Reducer, add, append
 
 _REQUIREMENTS = {Required, NotRequired, typing_extensions.ReadOnly, getattr(typing, "ReadOnly", Required)}
-_SCALARS = (str, int, float, bool, type(None))
 _NO_JSON = "needs_python_object"
 _VALIDATORS: dict[str, Callable[[Any], Any]] = {
     "before": BeforeValidator,
@@ -105,13 +104,6 @@ class StateKey:
             return self.fit(value)
         except ValidationError:
             return value
-
-
-def _is_plain(value: object) -> bool:
-    kind = type(value)
-    if kind is dict:
-        return all(type(key) is str and _is_plain(item) for key, item in value.items())  # type: ignore[attr-defined]
-    return kind in _SCALARS or (kind is list and all(map(_is_plain, value)))  # type: ignore[call-overload]
 
 
 def attempt(check: Callable[[Any], Any], value: object, path: str, problems: list[str]) -> Any:

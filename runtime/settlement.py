@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 
+from keepstep.crashpoints import reach
 from keepstep.runtime.environment import Runtime
 from keepstep.runtime.outcome import Blocked, Done, Failed, Outcome, Retry, Waiting, error_text
 from keepstep.store import leases, outcomes
@@ -23,9 +24,12 @@ def settle(
     Raises `StaleLease` when the lease is gone, also when the write had landed but its answer was lost: then the sweep
     finds what is due.
     """
+    kind = "park" if isinstance(outcome, Waiting) else "pending_write"
+    reach(f"before_{kind}", run)
     nudge = runtime.store.patiently(
         lambda: _written(runtime, claim, step, run, outcome, events, failures=failures), seconds=PATIENCE_SECONDS
     )
+    reach(f"after_{kind}", run)
     return [] if nudge is None else [nudge]
 
 

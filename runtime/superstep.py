@@ -14,6 +14,7 @@ from typing import Any
 
 import structlog
 
+from keepstep.crashpoints import reach
 from keepstep.errors import (
     DatabaseUnavailable,
     GraphError,
@@ -49,9 +50,11 @@ def run_step(runtime: Runtime, thread_id: str, version: int) -> bool:
     Nothing is raised for a thread that is busy, further on, paused or ended: the nudge was one too many. Raises
     `DatabaseUnavailable` when the database stayed away; the sweep then finds the thread.
     """
+    reach("before_claim", thread_id)
     claim = leases.claim_thread(runtime.store, thread_id, version, owner=runtime.owner, carried=runtime.carried)
     if claim is None:
         return False
+    reach("after_claim", thread_id)
     try:
         nudges = _step(runtime, claim)
     except StaleLease:
@@ -61,7 +64,9 @@ def run_step(runtime: Runtime, thread_id: str, version: int) -> bool:
         raise
     except Exception as error:  # noqa: BLE001  nothing may leave a thread leased and in nobody's hands
         nudges = _stopped(runtime, claim, error)
+    reach("after_commit", claim.thread.name)
     runtime.publish(nudges)
+    reach("after_nudge", claim.thread.name)
     return True
 
 
@@ -116,6 +121,7 @@ def _begin_run(runtime: Runtime, claim: Claim, graph: CompiledGraph, head: Head 
     committed, after = _commit(
         runtime, claim, graph, head, channels, cursor, kind="input", keep_lease=not cursor.finished
     )
+    reach("after_begin", claim.thread.name)
     fence = claim.fence
     claim = Claim(
         Fence(fence.thread_id, fence.nonce, fence.branch, fence.seq + 1),
@@ -189,9 +195,11 @@ def _fan_out(runtime: Runtime, claim: Claim, graph: CompiledGraph, step: str, ru
         )
         for run in runs
     ]
+    reach("before_fan_out", claim.thread.name)
     nudges = runtime.store.patiently(
         lambda: outcomes.fan_out(runtime.store, claim.fence, new), seconds=PATIENCE_SECONDS
     )
+    reach("after_fan_out", claim.thread.name)
     if len(runs) > _inline_max(runtime, graph):
         return nudges
     with ThreadPoolExecutor(len(runs), thread_name_prefix="keepstep-node") as pool:
@@ -357,6 +365,7 @@ def _commit(
         status, error = FAILED, error_text(described(_limit_reached(limit)))
     meta = describe(graph_version=thread.graph_version, nodes=ran, worker=runtime.owner.worker)
     new = payload(runtime.codec(graph), head, channels, cursor, meta, chain_max=settings.snapshot_steps_max)
+    reach("before_commit", thread.name)
     committed = checkpoints.commit(
         runtime.store,
         claim.fence,

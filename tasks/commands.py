@@ -14,6 +14,7 @@ import structlog
 from kombu import Connection, Consumer, Producer
 
 from keepstep import broker
+from keepstep.crashpoints import reach
 from keepstep.errors import InvalidInput, KeepstepError, Unavailable
 from keepstep.runtime import commands
 from keepstep.runtime.environment import Runtime
@@ -95,6 +96,7 @@ class Commands(Service):
             self._refuse(message, body, KeepstepError(f"the command failed: {type(error).__name__}"))
         else:
             self._backoff_seconds = 0.0
+            reach("after_command", command.verb)
             self._runtime.publish(accepted.nudges)
             reply = messages.reply(
                 command.id, thread_id=accepted.thread_id, run_id=accepted.run_id, duplicate=accepted.duplicate

@@ -7,6 +7,7 @@ import socket
 from collections.abc import Iterable
 
 import keepstep
+from keepstep.crashpoints import reach
 from keepstep.settings import Settings
 from keepstep.store import workers
 from keepstep.store.engine import Store
@@ -39,3 +40,4 @@ class Registration:
             window_seconds=self._window_seconds,
             worker_id=self.worker_id or None,
         )
+        reach("after_register")

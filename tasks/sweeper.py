@@ -7,6 +7,7 @@ from collections.abc import Callable, Sequence
 
 import structlog
 
+from keepstep.crashpoints import reach
 from keepstep.settings import Settings
 from keepstep.store import sweep, workers
 from keepstep.store.engine import Store
@@ -48,6 +49,8 @@ class Sweeper(Service):
                 takeover=self._liveness.may_take_over,
                 limit=self._settings.sweep_batch,
             )
+            if nudges:
+                reach("after_sweep")
             self._publish(nudges)
         if nudges:
             log.info("swept", worker_id=self._worker_id, nudged=len(nudges))

@@ -1,0 +1,67 @@
+"""Named points at the boundaries of the protocol, at which tests kill the process.
+
+In production they do nothing: one comparison. `KEEPSTEP_CRASH_AT=NAME` arms one of them, and `KEEPSTEP_CRASH_MARK=FILE`
+names the file that the first process to reach it creates just before it kills itself with SIGKILL; later processes find
+the file and live, so that what was killed can be seen to go on, and a test can see that the point was reached.
+`NAME@TEXT` arms the point only where its detail contains the text (a node run's name, for instance).
+"""
+
+from __future__ import annotations
+
+import os
+import signal
+from typing import Final
+
+from keepstep.errors import InvalidSettings
+
+POINTS: Final = {
+    "before_claim": "a nudge was received, nothing is claimed yet",
+    "after_claim": "the lease is held, the head is loaded",
+    "after_begin": "a run's input is committed as a checkpoint, the lease is kept",
+    "before_fan_out": "the node runs are planned, none has a row yet",
+    "after_fan_out": "every node run has a row, no nudge is published",
+    "before_intent": "an effect is about to be begun, its intent is not recorded",
+    "after_intent": "the intent is committed, nothing was called",
+    "after_call": "the effect happened, its result is not recorded",
+    "after_result": "the effect's result is committed",
+    "before_pending_write": "a fanned-out node run ended, its pending write is not recorded",
+    "after_pending_write": "the pending write is committed, a nudge may follow",
+    "before_park": "the node waits, its waits are not recorded",
+    "after_park": "the waits are committed, the lease is released",
+    "before_commit": "the step is done, its checkpoint is not committed",
+    "inside_commit": "the checkpoint is written, the transaction is not committed",
+    "after_commit": "the checkpoint is committed, the next step is not nudged",
+    "after_nudge": "the next step is nudged",
+    "inside_command": "a command is applied, the transaction is not committed",
+    "after_command": "a command is committed, neither acknowledged nor answered nor nudged",
+    "after_sweep": "the sweep chose what to nudge, nothing is published",
+    "after_register": "the worker's row is committed, it takes no work yet",
+}
+"""Every point, and what has happened there."""
+
+_name, _, _detail = os.environ.get("KEEPSTEP_CRASH_AT", "").partition("@")
+_mark = os.environ.get("KEEPSTEP_CRASH_MARK", "")
+
+if _name and (_name not in POINTS or not _mark):
+    _message = f"KEEPSTEP_CRASH_AT must be one of {', '.join(POINTS)}, and KEEPSTEP_CRASH_MARK the file it creates"
+    raise InvalidSettings(_message)
+
+
+def armed(name: str) -> bool:
+    """Tell whether the process is to die at a point."""
+    return name == _name
+
+
+def reach(name: str, detail: str = "") -> None:
+    """Die here if this point is armed and nobody has died at it before."""
+    if name != _name:
+        return
+    if _detail and _detail not in detail:
+        return
+    try:
+        descriptor = os.open(_mark, os.O_CREAT | os.O_EXCL | os.O_WRONLY)
+    except FileExistsError:
+        return
+    os.write(descriptor, f"{name} {detail} {os.getpid()}\n".encode())
+    os.close(descriptor)
+    os.kill(os.getpid(), signal.SIGKILL)

@@ -104,6 +104,23 @@ def _wants_key(function: Callable[..., Any]) -> bool:
     return False
 
 
+@functools.lru_cache(maxsize=4096)
+def _names(function: Callable[..., Any]) -> tuple[str, ...]:
+    """Return the names under which positional arguments may also be given; none when some may not."""
+    with contextlib.suppress(TypeError, ValueError):
+        parameters = inspect.signature(function).parameters.values()
+        if all(parameter.kind is not parameter.POSITIONAL_ONLY for parameter in parameters):
+            return tuple(each.name for each in parameters if each.kind is each.POSITIONAL_OR_KEYWORD)
+    return ()
+
+
+def _by_name(function: Callable[..., Any], arguments: tuple[Any, ...], named: Mapping[str, Any]) -> dict[str, Any]:
+    """Return a call's arguments under their names, so that no two calls look alike; what has no name stands under *."""
+    names = _names(function)
+    rest = {"*": list(arguments[len(names) :])} if len(arguments) > len(names) else {}
+    return {**dict(zip(names, arguments, strict=False)), **rest, **named}
+
+
 @dataclass(frozen=True, slots=True)
 class Recorded:
     """An effect that has happened: its result as it was."""
@@ -160,7 +177,7 @@ class Journal:
         declared = declaration_of(function)
         codec = self._codec.including(*_annotated_types(function))
         digest = hashlib.blake2b(
-            codec.encode({"arguments": list(arguments), **named}, path=f"${declared.name}"), digest_size=16
+            codec.encode(_by_name(function, arguments, named), path=f"${declared.name}"), digest_size=16
         ).digest()
         call = self._call_id(declared, digest, key)
         found = self._known().get(call)

@@ -22,7 +22,18 @@ from keepstep.runtime.context import AsyncContext, Attempt, Context, Place
 from keepstep.runtime.effects import Journal
 from keepstep.runtime.environment import Runtime
 from keepstep.runtime.history import Channels
-from keepstep.runtime.outcome import Blocked, Done, Failed, NodeOverdue, Outcome, Parked, Retry, Waiting, described
+from keepstep.runtime.outcome import (
+    Blocked,
+    Done,
+    Failed,
+    NodeOverdue,
+    Outcome,
+    Parked,
+    Retry,
+    Waiting,
+    described,
+    ungrouped,
+)
 from keepstep.runtime.planner import Cursor, DueRun, NodeResult
 from keepstep.runtime.waits import WaitBook
 from keepstep.runtime.watchdog import alarm
@@ -200,6 +211,8 @@ async def _in_time(body: Any, seconds: float) -> object:
         if limit.expired():
             raise NodeOverdue from None
         raise
+    except BaseExceptionGroup as group:
+        raise ungrouped(group) from group
 
 
 def _event_loop() -> asyncio.Runner:

@@ -7,11 +7,11 @@
 from __future__ import annotations
 
 import json
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
 from typing import Any
 
-from keepstep.errors import KeepstepError
+from keepstep.errors import KeepstepError, StaleLease, ThreadBlocked, Unavailable
 from keepstep.runtime.planner import NodeResult
 from keepstep.store.outcomes import NewWait
 
@@ -69,6 +69,31 @@ class Parked(BaseException):
 
 class NodeOverdue(BaseException):
     """Raised into a node whose time is over."""
+
+
+def ungrouped(group: BaseExceptionGroup[BaseException]) -> BaseException:
+    """Return what a group of errors, as an `asyncio.TaskGroup` raises it, means for the attempt.
+
+    What takes the attempt out of the node's hands counts first, then the node's own errors. When all that was raised is
+    that it waits, it waits for all of that.
+    """
+    leaves = list(_leaves(group))
+    for kind in (StaleLease, NodeOverdue, ThreadBlocked, Unavailable):
+        found = next((leaf for leaf in leaves if isinstance(leaf, kind)), None)
+        if found is not None:
+            return found
+    if all(isinstance(leaf, Parked) for leaf in leaves):
+        return Parked(tuple(wait for leaf in leaves if isinstance(leaf, Parked) for wait in leaf.waits))
+    own = [leaf for leaf in leaves if not isinstance(leaf, Parked)]
+    return own[0] if len(own) == 1 else BaseExceptionGroup(group.message, own)
+
+
+def _leaves(group: BaseExceptionGroup[BaseException]) -> Iterator[BaseException]:
+    for error in group.exceptions:
+        if isinstance(error, BaseExceptionGroup):
+            yield from _leaves(error)
+        else:
+            yield error
 
 
 def described(error: BaseException, **ids: Any) -> dict[str, Any]:

@@ -400,7 +400,7 @@ _STOP_RUN = Statement(
     lambda _dialect: (
         update(run)
         .where(run.c.id == param("run_id"), literal(FAILED, TextType) == param("status"))
-        .values(status=FAILED, error=param("error"), steps=param("run_steps"), ended_at=db_now())
+        .values(status=param("status"), error=param("error"), steps=param("run_steps"), ended_at=db_now())
     )
 )
 

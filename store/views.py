@@ -304,6 +304,9 @@ _NEXT_DUE = Statement(
         wait.c.thread_id == param("thread_id"), wait.c.status == "open"
     )
 )
+_NEXT_DUE_THREAD = Statement(
+    lambda _dialect: select(thread.c.due_at).where(thread.c.id == param("thread_id"), thread.c.status == READY)
+)
 _NEXT_DUE_NODE = Statement(
     lambda _dialect: select(func.min(node_run.c.due_at)).where(
         node_run.c.thread_id == param("thread_id"), node_run.c.status == READY
@@ -410,7 +413,8 @@ def seq_of(store: Store, thread_id: str, branch: int, checkpoint_id: str) -> int
 
 def next_due(store: Store, thread_id: str) -> float | None:
     """Return when the time will answer something that a thread waits for, None when it waits for no time."""
-    found = [store.rows(statement, {"thread_id": thread_id})[0][0] for statement in (_NEXT_DUE, _NEXT_DUE_NODE)]
+    statements = (_NEXT_DUE, _NEXT_DUE_NODE, _NEXT_DUE_THREAD)
+    found = [row[0] for statement in statements for row in store.rows(statement, {"thread_id": thread_id})]
     times = [float(each) for each in found if each is not None]
     return min(times) if times else None
 

@@ -7,6 +7,7 @@ import re
 import sys
 from typing import Any
 
+import billiard.util
 import structlog
 from structlog.typing import EventDict, Processor, WrappedLogger
 
@@ -55,11 +56,14 @@ def configure(level: int, *, as_json: bool | None = None) -> None:
     root.handlers[:] = [handler]
     root.setLevel(max(level, logging.WARNING))
     logging.getLogger("keepstep").setLevel(level)
+    billiard.util.get_logger()  # it makes itself silent when first asked for
     # Celery writes two lines for every task at INFO, which costs more than the task's own work.
-    for name in ("celery", "kombu", "amqp", "billiard", "multiprocessing"):
+    for name in ("celery", "kombu", "amqp", "multiprocessing"):
         logging.getLogger(name).setLevel(level if level <= logging.DEBUG else max(level, logging.WARNING))
         logging.getLogger(name).propagate = True
         logging.getLogger(name).handlers.clear()
+    # A lost child is told by `children`, in one line and with what it held; this would be a traceback of billiard's.
+    logging.getLogger("celery.worker.request").setLevel(logging.CRITICAL)
 
 
 def _redacted(_logger: WrappedLogger, _method: str, event: EventDict) -> EventDict:

@@ -39,6 +39,8 @@ def eventually(look: Callable[[], Any], *, seconds: float = 30.0, what: str = "i
 class Worker:
     """A worker process: Celery's main process, or its supervisor."""
 
+    supervised = False
+
     def __init__(self, command: Sequence[str], environment: dict[str, str], folder: Path, log: Path) -> None:
         self.log = log
         with log.open("ab") as out:
@@ -50,7 +52,7 @@ class Worker:
     @property
     def main_pid(self) -> int:
         """The pid of Celery's main process."""
-        if "keepstep.tasks" in " ".join(psutil.Process(self.pid).cmdline()):
+        if not self.supervised:
             return self.pid
         return eventually(lambda: [p.pid for p in psutil.Process(self.pid).children()], what="the worker's start")[0]
 
@@ -140,7 +142,9 @@ class Deployment:
             "from keepstep.settings import load; from keepstep.tasks import worker; import sys; "
             f"sys.exit(worker.main(load(), concurrency={concurrency}))"
         )
-        return self._started([sys.executable, "-c", program], {}).ready()
+        worker = self._started([sys.executable, "-c", program], {})
+        worker.supervised = True
+        return worker.ready()
 
     def _started(self, command: Sequence[str], environment: dict[str, str]) -> Worker:
         log = self.folder / f"worker-{len(self.workers)}.log"

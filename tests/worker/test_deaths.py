@@ -48,10 +48,10 @@ def test_a_killed_childs_node_runs_again_at_once(patient):
 def test_killing_idle_children_stops_nothing(patient):
     worker = patient.worker(concurrency=2)
     for number in range(4):
-        for pid in worker.children():
-            os.kill(pid, signal.SIGKILL)
         patient.start("chain", f"t{number}")
         patient.ended(f"t{number}")
+        for pid in worker.children():
+            os.kill(pid, signal.SIGKILL)
 
     assert patient.counts("starts") == Counter({f"t{number} {node}": 1 for number in range(4) for node in "abc"})
 

@@ -1,0 +1,128 @@
+"""`keepstep signal`, `pause`, `resume`, `cancel`, `retry`: what people and programs ask of a thread."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Annotated, Any
+
+import typer
+
+from keepstep.cli import values
+from keepstep.cli.command import command
+from keepstep.cli.session import Session
+
+PANEL = "Steer threads"
+
+ThreadName = Annotated[str, typer.Argument(metavar="THREAD", help="The thread's name or id.")]
+GraphName = Annotated[
+    str | None, typer.Option("--graph", "-g", metavar="NAME", help="Its graph, when several have a thread of that name.")
+]
+Reason = Annotated[str | None, typer.Option("--reason", metavar="TEXT", help="Why, for whoever looks later.")]
+By = Annotated[
+    str | None, typer.Option("--by", metavar="NAME", help="Who wants it; without it the user of this machine.")
+]
+
+
+def report(session: Session, receipt: Any, done: str, **facts: Any) -> None:
+    """Say what became of a command: `done` when a worker has accepted it."""
+    reply = session.reply(receipt)
+    if session.as_json:
+        accepted = {} if reply is None else _facts(reply)
+        session.output.document({"command": receipt.id, "accepted": reply is not None, **accepted, **facts})
+    elif reply is None:
+        session.output.line(f"sent as command {receipt.id}; no worker has been waited for")
+    elif reply.duplicate:
+        session.output.line(f"{done} (it had been before: nothing was changed)")
+    else:
+        session.output.line(done)
+
+
+def _facts(reply: Any) -> dict[str, Any]:
+    return {"thread_id": reply.thread_id, "run_id": reply.run_id, "duplicate": reply.duplicate}
+
+
+@command(
+    "signal",
+    panel=PANEL,
+    sends=True,
+    example="""\
+keepstep signal order-81 goods_returned '{"parcel": "P-7"}'""",
+)
+def signal(
+    session: Session,
+    *,
+    thread: ThreadName,
+    name: Annotated[str, typer.Argument(metavar="NAME", help="The signal's name.")],
+    payload: Annotated[
+        str | None,
+        typer.Argument(metavar="PAYLOAD", help="What it says: JSON, or a text when it is not JSON. - reads it."),
+    ] = None,
+    text: Annotated[bool, typer.Option("--text", help="PAYLOAD is a text even if it looks like JSON.")] = False,
+    key: Annotated[str | None, typer.Option("--key", metavar="KEY", help="Tells waits of one name apart.")] = None,
+    signal_id: Annotated[
+        str | None, typer.Option("--id", metavar="ID", help="Two signals with one id are one.")
+    ] = None,
+    graph: GraphName = None,
+) -> None:
+    """Send a thread a signal. One that comes before anybody waits for it is kept."""
+    value = None if payload is None else read_value(payload, "PAYLOAD", text=text)
+    with session.client() as client:
+        receipt = client.signal(thread, name, value, graph=graph, key=key, id=signal_id)
+        report(session, receipt, f"signal {name} accepted for {thread}", payload=value)
+
+
+def read_value(written: str, what: str, *, text: bool) -> Any:
+    """Return a value of the command line, or of standard input for `-`."""
+    if written == "-":
+        written = values.from_file("-", what).rstrip("\n")
+    return written if text else values.from_text(written, what)
+
+
+@command("pause", panel=PANEL, sends=True, example="keepstep pause order-81 --reason 'Under review'")
+def pause(
+    session: Session, *, thread: ThreadName, graph: GraphName = None, reason: Reason = None, by: By = None
+) -> None:
+    """Let a thread take no further step until it is resumed. A step that is running finishes."""
+    _control(session, lambda client: client.pause, thread, "paused", graph=graph, reason=reason, by=by)
+
+
+@command("resume", panel=PANEL, sends=True, example="keepstep resume order-81")
+def resume(
+    session: Session, *, thread: ThreadName, graph: GraphName = None, reason: Reason = None, by: By = None
+) -> None:
+    """Let a paused thread go on."""
+    _control(session, lambda client: client.resume, thread, "resumed", graph=graph, reason=reason, by=by)
+
+
+@command("cancel", panel=PANEL, sends=True, example="keepstep cancel order-81 --reason 'The customer withdrew'")
+def cancel(
+    session: Session, *, thread: ThreadName, graph: GraphName = None, reason: Reason = None, by: By = None
+) -> None:
+    """End a thread's run, and the runs that are queued behind it. What was done stays done."""
+    _control(session, lambda client: client.cancel, thread, "cancelled", graph=graph, reason=reason, by=by)
+
+
+@command("retry", panel=PANEL, sends=True, example="keepstep retry order-81 --step-limit 40")
+def retry(  # noqa: PLR0913  options of one command
+    session: Session,
+    *,
+    thread: ThreadName,
+    step_limit: Annotated[
+        int | None,
+        typer.Option("--step-limit", min=1, metavar="N", help="The steps that its run may take from now on, in all."),
+    ] = None,
+    graph: GraphName = None,
+    reason: Reason = None,
+    by: By = None,
+) -> None:
+    """Let a failed or blocked thread go on where it stopped. Steps that are committed do not run again."""
+    options = {"graph": graph, "reason": reason, "by": by, "step_limit": step_limit}
+    _control(session, lambda client: client.retry, thread, "due again", **options)
+
+
+def _control(
+    session: Session, verb: Callable[[Any], Callable[..., Any]], thread: str, done: str, **options: Any
+) -> None:
+    options["by"] = options["by"] or values.this_user()
+    with session.client() as client:
+        report(session, verb(client)(thread, **options), f"{thread} is {done}")

@@ -1,0 +1,51 @@
+"""`keepstep db`: the database's schema."""
+
+from __future__ import annotations
+
+import typer
+
+from keepstep.cli.command import app, command
+from keepstep.cli.session import Session
+from keepstep.errors import DatabaseUnavailable
+
+group = typer.Typer(no_args_is_help=True, rich_markup_mode="rich", help="Bring the database's schema up to date.")
+app.add_typer(group, name="db", rich_help_panel="Operate")
+
+
+@command("upgrade", panel="Operate", group=group, reads=True, has_tenant=False, example="keepstep db upgrade")
+def upgrade(session: Session) -> None:
+    """Bring the schema to this release's revision. Running it again, or from two machines at once, is harmless."""
+    from keepstep.store import migrate
+
+    with session.store() as store:
+        before = migrate.upgrade(store)
+        shown = store.shown
+    changed = not before.is_current
+    if session.as_json:
+        session.output.document({"before": before.current, "now": before.needed, "changed": changed})
+    elif changed:
+        session.output.line(f"{shown}: upgraded from {before.current or 'no schema'} to {before.needed}")
+    else:
+        session.output.line(f"{shown}: has schema {before.needed} already")
+
+
+@command("status", panel="Operate", group=group, reads=True, has_tenant=False, example="keepstep db status --json")
+def status(session: Session) -> None:
+    """Say which schema the database has and which one this release needs; exit code 1 when they differ."""
+    from keepstep.store import migrate
+
+    missing = session.missing_file()
+    if missing is not None:
+        message = f"there is no database yet at {missing}: a worker makes it, or: {session.hint('db upgrade')}"
+        raise DatabaseUnavailable(message)
+    with session.store() as store:
+        found = migrate.state(store)
+        shown = store.shown
+    if session.as_json:
+        session.output.document({"current": found.current, "needed": found.needed, "is_current": found.is_current})
+    else:
+        has = found.current or "none"
+        way_out = "" if found.is_current else f": run {session.hint('db upgrade')}"
+        session.output.line(f"{shown}: schema {has}, this release needs {found.needed}{way_out}")
+    if not found.is_current:
+        raise typer.Exit(1)

@@ -1,0 +1,96 @@
+"""`keepstep worker`."""
+
+from __future__ import annotations
+
+import importlib.util
+from enum import StrEnum
+from pathlib import Path
+from typing import Annotated
+
+import typer
+
+from keepstep.cli.command import Broker, command
+from keepstep.cli.session import Session
+from keepstep.errors import GraphError, InvalidInput, KeepstepError
+
+
+class Pool(StrEnum):
+    """How a worker runs several steps at once."""
+
+    PREFORK = "prefork"
+    THREADS = "threads"
+    SOLO = "solo"
+
+
+class LogLevel(StrEnum):
+    """How much a worker logs."""
+
+    DEBUG = "debug"
+    INFO = "info"
+    WARNING = "warning"
+    ERROR = "error"
+
+
+@command(
+    "worker",
+    panel="Run",
+    reads=True,
+    has_tenant=False,
+    example="keepstep worker agent.py --concurrency 4",
+)
+def worker(
+    session: Session,
+    *,
+    modules: Annotated[
+        list[str] | None,
+        typer.Argument(
+            metavar="MODULE...",
+            help="Modules (package.module) or files (agent.py) whose graphs it runs. Without any: KEEPSTEP_GRAPHS.",
+        ),
+    ] = None,
+    concurrency: Annotated[
+        int | None,
+        typer.Option("--concurrency", "-c", min=1, metavar="N", help="Steps at once; without it one per processor."),
+    ] = None,
+    pool: Annotated[
+        Pool, typer.Option("--pool", "-P", help="Processes (prefork), threads, or one step at a time in itself (solo).")
+    ] = Pool.PREFORK,
+    loglevel: Annotated[LogLevel, typer.Option("--loglevel", "-l", help="What to log.")] = LogLevel.INFO,
+    broker: Broker = None,
+) -> None:
+    """Run a worker, and start it again when it dies.
+
+    It finds the Graph objects of the modules, takes in commands and runs the steps of threads until SIGTERM or Ctrl+C,
+    which let running steps finish; a second one does not. Its log goes to standard error, as JSON lines unless that is
+    a terminal.
+    """
+    from keepstep.settings import load
+    from keepstep.tasks import worker as workers
+
+    if session.as_json:
+        message = "worker runs until it is stopped and prints no document: its log is JSON when piped"
+        raise InvalidInput(message)
+    settings = load(database=session.database, broker=broker or session.broker, graphs=",".join(modules or ()) or None)
+    if not settings.graphs:
+        message = "name the modules or files that define your graphs: keepstep worker agent.py (or set KEEPSTEP_GRAPHS)"
+        raise GraphError(message)
+    for source in settings.graphs:
+        _check_there(source)
+    code = workers.main(settings, concurrency=concurrency, pool=pool.value, loglevel=loglevel.value)
+    if code == 1:
+        message = "the worker cannot run as it is configured: its log says why"
+        raise KeepstepError(message)
+    raise typer.Exit(code)
+
+
+def _check_there(source: str) -> None:
+    """Refuse at once what the worker's own process would only find out later."""
+    if source.endswith(".py") or "/" in source:
+        found = Path(source).is_file()
+        message = f"{source}: there is no such file"
+    else:
+        top = source.partition(".")[0]
+        found = Path(top).is_dir() or Path(f"{top}.py").is_file() or importlib.util.find_spec(top) is not None
+        message = f"{source}: there is no module of that name (looked in {Path.cwd()} and on the Python path)"
+    if not found:
+        raise GraphError(message)

@@ -1,0 +1,80 @@
+"""What README and docs show is run as it stands there."""
+
+from __future__ import annotations
+
+import importlib.util
+import re
+import sys
+from pathlib import Path
+from types import ModuleType
+
+import pytest
+
+ROOT = Path(__file__).parents[2]
+PAGES = [ROOT / "README.md", *sorted((ROOT / "docs").glob("*.md"))]
+NEEDS_A_BROKER = "Client("
+
+
+def blocks(page: Path) -> list[str]:
+    """Return a page's Python examples in order."""
+    return re.findall(r"^```python\n(.*?)^```", page.read_text(encoding="utf-8"), flags=re.M | re.S)
+
+
+EXAMPLES = [
+    pytest.param(block, id=f"{page.name}-{number}")
+    for page in PAGES
+    for number, block in enumerate(blocks(page), 1)
+    if NEEDS_A_BROKER not in block
+]
+
+
+@pytest.fixture
+def run(tmp_path, monkeypatch):
+    """Run an example as a module of its own, as a reader who saved it would."""
+
+    def run_block(block: str) -> ModuleType:
+        file = tmp_path / "documented_example.py"
+        file.write_text(block, encoding="utf-8")
+        spec = importlib.util.spec_from_file_location(file.stem, file)
+        assert spec is not None
+        assert spec.loader is not None
+        module = importlib.util.module_from_spec(spec)
+        monkeypatch.setitem(sys.modules, file.stem, module)
+        spec.loader.exec_module(module)
+        return module
+
+    return run_block
+
+
+@pytest.mark.parametrize("block", EXAMPLES)
+def test_an_example_runs(run, block):
+    before = set(vars(ModuleType("empty")))
+    assert set(vars(run(block))) - before
+
+
+def test_the_readme_graph_does_what_the_readme_says(run):
+    graph = run(blocks(ROOT / "README.md")[0]).graph
+
+    assert graph.run({"order": "7", "amount": 120}, decisions=[True]) == {
+        "order": "7",
+        "amount": 120,
+        "status": "paid 120 for 7",
+    }
+    assert graph.run({"order": "7", "amount": 120}, decisions=[False])["status"] == "rejected"
+
+
+def test_every_link_in_the_documentation_leads_somewhere():
+    dead = [
+        f"{page.name}: {target}"
+        for page in [*PAGES, ROOT / "ARCHITECTURE.md"]
+        for target in re.findall(r"\]\(([^)#:]+)\)", page.read_text(encoding="utf-8"))
+        if not (page.parent / target).exists()
+    ]
+    assert dead == []
+
+
+def test_every_file_the_map_names_exists():
+    text = (ROOT / "ARCHITECTURE.md").read_text(encoding="utf-8")
+    named = {path for path in re.findall(r"`((?:store|runtime|tasks|keepstep|tests)/[\w./]*)", text)}
+    missing = {path for path in named if not (ROOT / path).exists() and not (ROOT / f"{path.rsplit('.', 1)[0]}.py").exists()}
+    assert missing == set()

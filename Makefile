@@ -20,13 +20,16 @@ PYTEST_ARGS ?=
 
 say = printf '%-8s%s\n' "$(1)" "$(2)"
 
-.PHONY: help dev test lint lint-ruff lint-types lint-imports lint-files lock clean
+.PHONY: help run dev test lint lint-ruff lint-types lint-imports lint-files lock clean
 
 help: ## this list
 	@printf 'Targets:\n'
 	@sed -n 's/^\([a-z][a-z-]*\):[^#]*## /\1\t/p' Makefile | while IFS=$$'\t' read -r name text; do \
 		printf '  %-8s%s\n' "$$name" "$$text"; done
 	@printf 'Variables: PYTHON (makes the environment), PYTEST_ARGS (make test PYTEST_ARGS="-k lease -x")\n'
+
+run: $(VENV)/.runnable ## an agent audits the licences of this environment, on two workers of which one is killed
+	@$(BIN)/python -m examples.licence_audit
 
 dev: $(VENV)/.installed $(LINKS) ## the environment in .venv: locked dependencies, Keepstep editable
 
@@ -73,23 +76,38 @@ clean: ## remove what these targets made
 	@rm -rf $(VENV) build dist ./*.egg-info .mypy_cache .ruff_cache .pytest_cache .import_linter_cache .hypothesis
 
 # A changed lock makes a new environment, so that nothing stays behind from the one before.
-$(VENV)/.locked: requirements/dev.lock
+# $(call environment,LOCKS,HOW LONG): the lock names every package, so nothing is left to resolve; pip check then says
+# whether that is true.
+define environment
 	@test -n '$(PYTHON)' || { echo 'Keepstep needs Python 3.11 or newer and finds none on the PATH:' \
-		'install one, or name it: make PYTHON=/path/to/python3.11 dev' >&2; exit 1; }
+		'install one, or name it: make PYTHON=/path/to/python3.11 $(MAKECMDGOALS)' >&2; exit 1; }
 	@'$(PYTHON)' -c 'import sys; sys.exit(sys.version_info < (3, 11))' || { \
 		echo "Keepstep needs Python 3.11 or newer; $(PYTHON) is $$('$(PYTHON)' -V 2>&1 || true)" >&2; exit 1; }
-	@$(call say,dev,$$('$(PYTHON)' -V) in $(VENV))
-	@rm -f $(VENV)/.locked $(VENV)/.installed
+	@$(call say,venv,$$('$(PYTHON)' -V) in $(VENV))
+	@rm -f $(VENV)/.locked $(VENV)/.installed $(VENV)/.runnable
 	@'$(PYTHON)' -m venv --clear $(VENV)
-	@$(call say,dev,installing the locked packages ($(shell grep -c '^[a-z]' requirements/dev.lock); about a minute the first time))
-	@# The lock names every package, so nothing is left to resolve; pip check then says whether that is true.
-	@$(PIP) install --require-hashes --no-deps -r requirements/dev.lock
+	@$(call say,venv,installing the locked packages ($(shell cat $(1) | grep -c '^[a-z]'); $(2) the first time))
+	@$(PIP) install --require-hashes --no-deps $(addprefix -r ,$(1))
+endef
+
+define editable
+	@$(call say,venv,installing Keepstep (editable))
+	@$(PIP) install --no-deps --no-build-isolation -e .
+	@$(BIN)/python -m pip --disable-pip-version-check check >/dev/null || $(BIN)/python -m pip check
+endef
+
+$(VENV)/.locked: requirements/dev.lock
+	$(call environment,requirements/dev.lock,about a minute)
 	@touch $@
 
 $(VENV)/.installed: $(VENV)/.locked pyproject.toml
-	@$(call say,dev,installing Keepstep (editable))
-	@$(PIP) install --no-deps --no-build-isolation -e .
-	@$(BIN)/python -m pip --disable-pip-version-check check >/dev/null || $(BIN)/python -m pip check
+	$(editable)
+	@touch $@ $(VENV)/.runnable
+
+# What running needs, without the tools; an environment with the tools in it will do.
+$(VENV)/.runnable: requirements/run.lock requirements/build.lock pyproject.toml
+	$(if $(wildcard $(VENV)/.installed),@$(MAKE) dev,$(call environment,requirements/run.lock requirements/build.lock,half a minute))
+	$(if $(wildcard $(VENV)/.installed),,$(editable))
 	@touch $@
 
 # Type checkers do not see through the import hook of an editable install; through links they see one package.

@@ -1,6 +1,6 @@
 """Named points at the boundaries of the protocol, at which tests kill the process.
 
-In production they do nothing: one comparison. `KEEPSTEP_CRASH_AT=NAME` arms one of them, and `KEEPSTEP_CRASH_MARK=FILE`
+In production they do nothing: two comparisons. `KEEPSTEP_CRASH_AT=NAME` arms one of them, and `KEEPSTEP_CRASH_MARK=FILE`
 names the file that the first process to reach it creates just before it kills itself with SIGKILL; later processes find
 the file and live, so that what was killed can be seen to go on, and a test can see that the point was reached.
 `NAME@TEXT` arms the point only where its detail contains the text (a node run's name, for instance).
@@ -10,6 +10,7 @@ from __future__ import annotations
 
 import os
 import signal
+from collections.abc import Callable
 from typing import Final
 
 from keepstep.errors import InvalidSettings
@@ -39,6 +40,9 @@ POINTS: Final = {
 }
 """Every point, and what has happened there."""
 
+hook: Callable[[str, str], None] | None = None
+"""Called with every point that is reached and its detail, by a simulation that decides there who stops and who dies."""
+
 _name, _, _detail = os.environ.get("KEEPSTEP_CRASH_AT", "").partition("@")
 _mark = os.environ.get("KEEPSTEP_CRASH_MARK", "")
 
@@ -54,6 +58,8 @@ def armed(name: str) -> bool:
 
 def reach(name: str, detail: str = "") -> None:
     """Die here if this point is armed and nobody has died at it before."""
+    if hook is not None:
+        hook(name, detail)
     if name != _name:
         return
     if _detail and _detail not in detail:

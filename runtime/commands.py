@@ -78,6 +78,7 @@ class SignalMessage(Protocol):
 
     id: str
     tenant: str
+    application: str
     graph: str | None
     thread: str
     name: str
@@ -90,6 +91,7 @@ class ControlMessage(Protocol):
 
     id: str
     tenant: str
+    application: str
     graph: str | None
     thread: str
     action: str
@@ -302,7 +304,7 @@ def _closes(found: ApprovalState, earlier: list[DecisionState], message: DecideM
 
 def _signal(runtime: Runtime, transaction: Transaction, message: SignalMessage) -> Accepted:
     checked_name("a signal's name", message.name)
-    found = _one_thread(transaction, message.tenant, message.graph, message.thread)
+    found = _one_thread(transaction, message)
     if found.status in ENDED and not found.queued:
         text = f"thread {message.thread!r} is {found.status}: nobody would ever ask for the signal"
         raise WrongStatus(text)
@@ -329,20 +331,21 @@ def _signal(runtime: Runtime, transaction: Transaction, message: SignalMessage) 
     return Accepted(found.id, nudges=[nudge] if nudge else [])
 
 
-def _one_thread(transaction: Transaction, tenant: str, graph: str | None, name: str) -> ThreadState:
-    """Return the one thread that a name (or an id) means, locked."""
-    found = [row for row in threads.named(transaction, tenant, name) if graph is None or row[2] == graph]
-    if not found:
-        of_graph = f" of graph {graph!r}" if graph is not None else ""
-        text = f"there is no thread {name!r}{of_graph}"
-        raise NotFound(text)
+def _one_thread(transaction: Transaction, message: SignalMessage | ControlMessage) -> ThreadState:
+    """Return the one thread that a message means, by name or id, locked."""
+    graph, name = message.graph, message.thread
+    found = [
+        thread_id
+        for thread_id, application, agent in threads.named(transaction, message.tenant, name)
+        if thread_id == name or (application == message.application and graph in (None, agent))
+    ]
     if len(found) > 1:
-        choices = ", ".join(f"{agent} ({application})" for _, application, agent in found)
-        text = f"several graphs have a thread {name!r}: {choices}; name the graph"
+        text = f"several graphs have a thread {name!r}: name the graph"
         raise Ambiguous(text)
-    state = threads.by_id(transaction, found[0][0])
+    state = threads.by_id(transaction, found[0]) if found else None
     if state is None:
-        text = f"there is no thread {name!r}"
+        of_graph = f" of graph {graph!r}" if graph is not None else ""
+        text = f"there is no thread {name!r}{of_graph} in application {message.application!r}"
         raise NotFound(text)
     return state
 
@@ -351,7 +354,7 @@ def _one_thread(transaction: Transaction, tenant: str, graph: str | None, name: 
 
 
 def _control(_runtime: Runtime, transaction: Transaction, message: ControlMessage) -> Accepted:
-    found = _one_thread(transaction, message.tenant, message.graph, message.thread)
+    found = _one_thread(transaction, message)
     nudges: list[Nudge] = []
     match message.action:
         case "pause":

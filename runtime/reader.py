@@ -92,6 +92,10 @@ class Approval:
     expires_at: datetime | None
     created_at: datetime
     closed_at: datetime | None
+    node_run: str
+    """Which node run asks."""
+    schema: Any
+    """The JSON schema that answers must fit, if any."""
 
 
 @dataclass(frozen=True)
@@ -200,10 +204,13 @@ class Reader:
 
     # --- history ---
 
-    def history(self, thread: str, *, graph: str | None = None) -> list[Checkpoint]:
-        """Return a thread's checkpoints in order; raise `HistoryCorrupt` when one is not what was written."""
+    def history(self, thread: str, *, graph: str | None = None, after: int = -1) -> list[Checkpoint]:
+        """Return a thread's checkpoints in order, those past the seq `after`.
+
+        Raises `HistoryCorrupt` when one of them is not what was written.
+        """
         row = self._one(thread, graph)
-        found = views.history(self._store, row.id, row.branch, 0, row.seq)
+        found = views.history(self._store, row.id, row.branch, after + 1, row.seq)
         verify([checkpoint for checkpoint, _ in found])
         return [_checkpoint_of(checkpoint, at) for checkpoint, at in found]
 
@@ -273,6 +280,8 @@ class Reader:
                     _time(row.expires_at),
                     datetime.fromtimestamp(row.created_at, UTC),
                     _time(row.closed_at),
+                    row.run,
+                    asked.get("schema"),
                 )
             )
         return found

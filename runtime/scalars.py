@@ -112,7 +112,7 @@ def _zone_content(zone: dt.tzinfo | None) -> object:
         return [zone.utcoffset(None) // _MICROSECOND, _zone_name(zone)]
     # Other libraries' zones: one of a fixed offset says so when it is asked without a time.
     offset = zone.utcoffset(None)
-    if offset is None or isinstance(zone, ZoneInfo):
+    if offset is None:
         reason = f"a time zone of type {type(zone).__qualname__} cannot be stored; use zoneinfo.ZoneInfo with a key"
         raise Refusal(reason)
     return [offset // _MICROSECOND, None]

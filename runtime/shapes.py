@@ -14,7 +14,6 @@ from typing import TYPE_CHECKING, Any, Protocol
 
 import msgspec
 from pydantic import BaseModel
-from pydantic_core import PydanticUndefined
 
 from keepstep.errors import NotStorable, UnknownType
 
@@ -162,7 +161,7 @@ class _ModelShape:
             rest["extra"] = value.model_extra
         private = value.__pydantic_private__
         if private is not None:
-            rest["private"] = {name: item for name, item in private.items() if item is not PydanticUndefined}
+            rest["private"] = private
         return content, rest
 
     def make(self, content: Content, rest: Rest) -> BaseModel:

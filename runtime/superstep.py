@@ -61,6 +61,7 @@ def run_step(runtime: Runtime, thread_id: str, version: int) -> bool:
         log.info("lease_lost", thread=claim.thread.name, step=_key(claim.fence))
         return True
     except DatabaseUnavailable:
+        leases.give_back(runtime.store, claim.fence.thread_id, claim.fence.nonce)
         raise
     except Exception as error:  # noqa: BLE001  nothing may leave a thread leased and in nobody's hands
         nudges = _stopped(runtime, claim, error)
@@ -79,7 +80,7 @@ def _step(runtime: Runtime, claim: Claim) -> list[Nudge]:
             return []
         claim, head = begun
         if head.cursor.finished:
-            return []
+            return [Nudge("step", claim.thread.id, claim.thread.version)]
     limit = _step_limit(runtime, claim, graph)
     if claim.thread.run_steps >= limit:
         raise _limit_reached(limit)
@@ -249,6 +250,7 @@ def _claim_and_run(runtime: Runtime, nudge: Nudge) -> list[Nudge] | None:
         log.info("lease_lost", thread=claim.thread.name, step=step, run=nudge.run)
         return []
     except DatabaseUnavailable:
+        leases.give_back(runtime.store, claim.fence.thread_id, claim.fence.nonce)
         raise
     except Exception as error:  # noqa: BLE001  as in run_step
         text = described(error, run=nudge.run)

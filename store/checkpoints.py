@@ -93,7 +93,10 @@ def _head_update() -> Any:
             lease_deadline=case((keep, db_now() + param("lease_seconds")), else_=None),
             lease_seconds=param("lease_seconds"),
             # A run that was queued meanwhile begins as soon as this one has ended.
-            status=case((and_(param("status") == DONE, thread.c.queued > 0), READY), else_=param("status")),
+            status=case(
+                (and_(param("status") == DONE, thread.c.queued > cast(param("begins"), Integer)), READY),
+                else_=param("status"),
+            ),
             error=param("error"),
             seq=param("seq"),
             checkpoint_id=param("id"),

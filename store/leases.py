@@ -11,6 +11,7 @@ owner's write would be let in.
 
 from __future__ import annotations
 
+import functools
 import secrets
 from dataclasses import dataclass
 from typing import Any, NamedTuple
@@ -19,12 +20,13 @@ from sqlalchemy import ColumnElement, Table, and_, case, cast, exists, func, lit
 from sqlalchemy import String as Text
 from sqlalchemy.sql.base import Executable
 
-from keepstep.errors import StaleLease
+from keepstep.errors import DatabaseUnavailable, StaleLease
 from keepstep.store.engine import Store, Transaction
 from keepstep.store.schema import READY, WAITING, checkpoint, node_run, thread
 from keepstep.store.statements import Row, Statement, contains, db_now, param
 
 PAUSE = "pause"
+_GIVE_BACK_PATIENCE_SECONDS = 30.0
 
 
 @dataclass(frozen=True, slots=True)
@@ -291,6 +293,15 @@ def _owner_params(owner: Owner, nonce: str) -> dict[str, Any]:
     return {"nonce": nonce, "worker": owner.worker, "child": owner.child}
 
 
+def _acquired(store: Store, statement: Statement, params: dict[str, Any]) -> list[Row]:
+    try:
+        return store.rows(statement, params)
+    except DatabaseUnavailable:
+        # The lease may have been acquired and the answer lost.
+        give_back(store, params["thread_id"], params["nonce"])
+        raise
+
+
 def claim_thread(store: Store, thread_id: str, version: int, *, owner: Owner, carried: str) -> Claim | None:
     """Acquire a thread's lease and load its head, in one round trip; None when there is nothing to do.
 
@@ -301,7 +312,7 @@ def claim_thread(store: Store, thread_id: str, version: int, *, owner: Owner, ca
     params = {"thread_id": thread_id, "version": version, "carried": carried, **_owner_params(owner, nonce)}
     count = len(_HEAD)
     if store.dialect == "postgresql":
-        rows = store.rows(_CLAIM_THREAD, params)
+        rows = _acquired(store, _CLAIM_THREAD, params)
         if not rows:
             return None
         head = ThreadHead(*rows[0][:count])
@@ -326,7 +337,7 @@ def claim_node(
     params |= _owner_params(owner, nonce)
     nodes, attempts = len(NodeRow._fields), len(_ATTEMPT)
     if store.dialect == "postgresql":
-        rows = store.rows(_CLAIM_NODE, params)
+        rows = _acquired(store, _CLAIM_NODE, params)
         if not rows:
             return None
         head = ThreadHead(*rows[0][: len(_HEAD)])
@@ -414,12 +425,36 @@ def _postponed(table: Table) -> Statement:
     )
 
 
+def _given_back(table: Table) -> Statement:
+    thread_id = table.c.id if table is thread else table.c.thread_id
+    return Statement(
+        lambda _dialect: (
+            update(table)
+            .where(thread_id == param("thread_id"), table.c.lease_nonce == param("nonce"))
+            .values(**released(table), next_nudge_at=db_now(), nudges=0)
+            .returning(table.c.version)
+        )
+    )
+
+
+_GIVEN_BACK = (_given_back(thread), _given_back(node_run))
 _RENEWED = {None: _renewed(thread), "node": _renewed(node_run)}
 _POSTPONED = {None: _postponed(thread), "node": _postponed(node_run)}
 
 
 def _kind(fence: Fence) -> str | None:
     return None if fence.run is None else "node"
+
+
+def give_back(store: Store, thread_id: str, nonce: str) -> None:
+    """Give a lease back that nobody is going to use, if it is (still) held; the sweep finds what is due at once.
+
+    For when the database went away under a step: its worker lives on, and nobody may have to wait for the deadline.
+    Raises `DatabaseUnavailable` when the database stays away.
+    """
+    params = {"thread_id": thread_id, "nonce": nonce}
+    for statement in _GIVEN_BACK:
+        store.patiently(functools.partial(store.rows, statement, params), seconds=_GIVE_BACK_PATIENCE_SECONDS)
 
 
 def begin_attempt(store: Store, fence: Fence, *, failures: int) -> int:

@@ -15,7 +15,7 @@ def _defaults() -> dict[str, Any]:
     return config.celery_defaults(settings.load())
 
 
-@signals.setup_logging.connect  # type: ignore[untyped-decorator]
+@signals.setup_logging.connect
 def _set_up_logging(loglevel: int, **_: object) -> None:
     """Log as Keepstep does; connected here because Celery sets its logging up before it loads the worker's steps."""
     logs.configure(loglevel)

@@ -10,7 +10,8 @@ from pathlib import Path
 from types import ModuleType
 
 from keepstep.errors import GraphError
-from keepstep.runtime.graph import CompiledGraph, Graph
+from keepstep.runtime.compiled import CompiledGraph
+from keepstep.runtime.graph import Graph
 
 Key = tuple[str, str]
 """A graph's name and version."""

@@ -20,7 +20,7 @@ def _dropped(error: Exception, **ids: object) -> None:
     log.error("nudge_dropped", error=type(error).__name__, reason=str(error)[:500], **ids)
 
 
-@app.task(name=STEP_TASK)  # type: ignore[untyped-decorator]
+@app.task(name=STEP_TASK)
 def step(thread_id: str, version: int) -> None:
     """Run the super-step of a thread that is due at `version`."""
     try:
@@ -29,7 +29,7 @@ def step(thread_id: str, version: int) -> None:
         _dropped(error, thread_id=thread_id, version=version)
 
 
-@app.task(name=NODE_TASK)  # type: ignore[untyped-decorator]
+@app.task(name=NODE_TASK)
 def node(thread_id: str, seq: int, run: str, version: int) -> None:
     """Run one fanned-out node run that is due at `version`."""
     try:

@@ -8,10 +8,12 @@ from __future__ import annotations
 
 import os
 import signal
+from collections.abc import Mapping
 from dataclasses import dataclass
 
 from keepstep import settings as settings_module
 from keepstep.errors import KeepstepError
+from keepstep.runtime.compiled import CompiledGraph
 from keepstep.runtime.environment import Runtime
 from keepstep.settings import Settings
 from keepstep.store.engine import Store
@@ -32,7 +34,7 @@ _current: _Process | None = None
 _inherited: list[_Process] = []
 
 
-def begin(settings: Settings, graphs: dict[carried.Key, carried.CompiledGraph], worker_id: str, pool_size: int) -> None:
+def begin(settings: Settings, graphs: Mapping[carried.Key, CompiledGraph], worker_id: str, pool_size: int) -> None:
     """Make this process able to run nudges as a child of that worker (or as the worker itself)."""
     global _current  # noqa: PLW0603  Celery calls tasks as functions: there is nothing to pass it through
     # The environment reaches children that are started as fresh interpreters, too.

@@ -7,9 +7,10 @@ and programs want. The pool runs nudges, nothing else.
 
 from __future__ import annotations
 
+import logging
 import os
 import time
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Mapping
 from typing import Any, NoReturn
 
 import structlog
@@ -20,6 +21,7 @@ from celery.concurrency.thread import TaskPool as ThreadPool
 
 from keepstep import settings as settings_module
 from keepstep.errors import DatabaseUnavailable, InvalidSettings, KeepstepError
+from keepstep.runtime.compiled import CompiledGraph
 from keepstep.runtime.environment import Runtime
 from keepstep.settings import Settings
 from keepstep.store import migrate, workers
@@ -40,12 +42,12 @@ log = structlog.get_logger("keepstep.worker")
 _CONNECT_AGAIN_SECONDS_MAX = 5.0
 
 
-@signals.worker_process_init.connect  # type: ignore[untyped-decorator]
+@signals.worker_process_init.connect
 def _child_started(**_: object) -> None:
     process.begin_child()
 
 
-@signals.worker_process_shutdown.connect  # type: ignore[untyped-decorator]
+@signals.worker_process_shutdown.connect
 def _child_ended(**_: object) -> None:
     process.end()
 
@@ -150,7 +152,7 @@ def _processes_of(parent: Any) -> Callable[[], Iterable[Any]]:
 
 
 def _own_runtime(
-    settings: Settings, graphs: dict[carried.Key, carried.CompiledGraph], worker_id: str, publish: Publisher
+    settings: Settings, graphs: Mapping[carried.Key, CompiledGraph], worker_id: str, publish: Publisher
 ) -> Runtime:
     """Return a runtime with a connection of its own, for the thread that takes in commands."""
     store = Store.open(settings.database, pool_size=1)
@@ -205,7 +207,7 @@ def environment(settings: Settings) -> dict[str, str]:
 
 
 def _level(name: str) -> int:
-    level = structlog.stdlib.NAME_TO_LEVEL.get(name.lower())
+    level = logging.getLevelNamesMapping().get(name.upper())
     if level is None:
         message = f"log level {name!r}: use debug, info, warning or error"
         raise InvalidSettings(message)

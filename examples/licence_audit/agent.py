@@ -18,11 +18,10 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Annotated, Any, TypedDict
 
-from keepstep import END, START, Context, Graph, Retry, Send, append, effect
-
 from examples.licence_audit import distributions, report
 from examples.licence_audit.licences import Evidence, Finding, classify
 from examples.licence_audit.report import Review
+from keepstep import END, START, Context, Graph, Retry, Send, append, effect
 
 LEDGER = "publications.txt"
 QUESTION = "Publish the audit with these packages accepted?"
@@ -55,7 +54,7 @@ class Audit(TypedDict, total=False):
 graph = Graph("licence-audit", state=Audit, fan_out=True)
 
 
-# --- reads: safe to repeat, and yet a recorded one is never repeated -----------------------------------------------------
+# --- reads: safe to repeat, and yet a recorded one is never repeated --------------------------------------------------
 
 
 @effect(idempotent=True)
@@ -70,7 +69,7 @@ def read_evidence(package: str) -> Evidence:
     return distributions.evidence_of(package)
 
 
-# --- nodes ---------------------------------------------------------------------------------------------------------------
+# --- nodes ------------------------------------------------------------------------------------------------------------
 
 
 @graph.node

@@ -52,8 +52,7 @@ def _licence_files(found: Distribution) -> list[LicenceFile]:
     """Return the licence files of a distribution: its own ones first, then those of what it bundles."""
     paths = [path for path in found.files or () if _LICENCE_FILE.search(path.name) and path.suffix not in _CODE]
     files = [
-        LicenceFile(_shown(path), licences.of_text(text), bundled=_is_bundled(path))
-        for path, text in _texts(paths)
+        LicenceFile(_shown(path), licences.of_text(text), bundled=_is_bundled(path)) for path, text in _texts(paths)
     ]
     return sorted(files, key=lambda file: (file.bundled, file.path))
 
@@ -76,4 +75,6 @@ def _is_bundled(path: PackagePath) -> bool:
 
 
 def _shown(path: PackagePath) -> str:
-    return "/".join(part for part in path.parts if not part.endswith((".dist-info", ".egg-info")) and part != "licenses")
+    return "/".join(
+        part for part in path.parts if not part.endswith((".dist-info", ".egg-info")) and part != "licenses"
+    )

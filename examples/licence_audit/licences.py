@@ -74,7 +74,8 @@ class Finding:
         if self.category is not Category.PERMISSIVE:
             return f"{self.category}: {self.licence}"
         if strict := [each for each in self.bundled if category_of(each) is not Category.PERMISSIVE]:
-            return f"bundles code under {', '.join(strict)}"
+            worst = max(map(category_of, strict), key=_RANK.__getitem__)
+            return f"bundles {worst}: {', '.join(strict)}"
         return None
 
 
@@ -103,7 +104,7 @@ class Statement:
         return ", ".join(licence.id for licence in self.licences)
 
 
-# --- the licences ----------------------------------------------------------------------------------------------------
+# --- the licences -----------------------------------------------------------------------------------------------------
 
 _RANK = {Category.PERMISSIVE: 0, Category.WEAK: 1, Category.STRONG: 2, Category.UNKNOWN: 3}
 
@@ -150,7 +151,16 @@ _KNOWN = {
     for identifier in identifiers.split()
 }
 # With these, what links to the code keeps its own licence: the GPL then reaches no further than the LGPL.
-_LINKING_EXCEPTIONS = ("bootloader", "classpath", "gcc", "gnu-javamail", "gpl-cc", "linking", "openjdk", "universal-foss")
+_LINKING_EXCEPTIONS = (
+    "bootloader",
+    "classpath",
+    "gcc",
+    "gnu-javamail",
+    "gpl-cc",
+    "linking",
+    "openjdk",
+    "universal-foss",
+)
 
 
 def known(identifier: str) -> Licence | None:
@@ -178,7 +188,7 @@ def _all_of(licences: Iterable[Licence]) -> Statement | None:
     return Statement(unique, _strictest(unique)) if unique else None
 
 
-# --- SPDX expressions --------------------------------------------------------------------------------------------------
+# --- SPDX expressions -------------------------------------------------------------------------------------------------
 
 _TOKENS_MAX = 200
 """Longer ones are nobody's licence; and each parenthesis costs a level of the stack."""
@@ -216,15 +226,15 @@ def _both(tokens: list[str]) -> Statement:
 
 
 def _one(tokens: list[str]) -> Statement:
-    token = tokens.pop(0)
-    if token == "(":
+    word = tokens.pop(0)
+    if word == "(":
         inner = _either(tokens)
         if tokens.pop(0) != ")":
             raise IndexError
         return inner
-    if token == ")" or token.upper() in {"AND", "OR", "WITH"}:
+    if word == ")" or word.upper() in {"AND", "OR", "WITH"}:
         raise IndexError
-    licence = known(token) or Licence(token, token, Category.UNKNOWN)
+    licence = known(word) or Licence(word, word, Category.UNKNOWN)
     category = licence.category
     if tokens and tokens[0].upper() == "WITH":
         tokens.pop(0)
@@ -238,7 +248,7 @@ def _licences_of(parts: Sequence[Statement]) -> tuple[Licence, ...]:
     return tuple(dict.fromkeys(licence for part in parts for licence in part.licences))
 
 
-# --- names in people's words -------------------------------------------------------------------------------------------
+# --- names in people's words ------------------------------------------------------------------------------------------
 
 # In this order, each blanking what it matched: "Lesser General Public License" must not be read as the GPL again.
 _NAMES = [
@@ -301,7 +311,7 @@ def of_classifiers(classifiers: Iterable[str]) -> Statement | None:
     return _all_of(licence for statement in named if statement for licence in statement.licences)
 
 
-# --- licence texts -----------------------------------------------------------------------------------------------------
+# --- licence texts ----------------------------------------------------------------------------------------------------
 
 _MIT = "permission is hereby granted, free of charge, to any person obtaining a copy"
 _BSD = "redistribution and use in source and binary forms"
@@ -327,7 +337,11 @@ _TEXTS = [
     ("CC0-1.0", (r"cc0 1\.0 universal",), ()),
     ("MPL-2.0", (r"mozilla public license,? (version 2\.0 1\. definitions|v\. 2\.0)",), ()),
     ("EPL", (r"eclipse public license,? (version|v\.?) \d",), ()),
-    ("LGPL", ("gnu (lesser|library) general public license version [23]|under the terms of the gnu (lesser|library)",), ()),
+    (
+        "LGPL",
+        ("gnu (lesser|library) general public license version [23]|under the terms of the gnu (lesser|library)",),
+        (),
+    ),
     ("GPL", ("gnu general public license version [123],|under the terms of the gnu general public license",), ()),
     ("AGPL", ("gnu affero general public license version 3,|under the terms of the gnu affero",), ()),
 ]
@@ -345,7 +359,7 @@ def of_text(text: str) -> list[str]:
     ]
 
 
-# --- the judgement -----------------------------------------------------------------------------------------------------
+# --- the judgement ----------------------------------------------------------------------------------------------------
 
 
 def classify(evidence: Evidence) -> Finding:

@@ -8,7 +8,9 @@ from dataclasses import dataclass, field
 
 from examples.licence_audit.licences import Category, Finding
 
-_KEEPS = "Rests on what each distribution says of itself: its metadata and the licence texts it ships. Not legal advice."
+_KEEPS = (
+    "Rests on what each distribution says of itself: its metadata and the licence texts it ships. Not legal advice."
+)
 
 
 @dataclass(frozen=True)

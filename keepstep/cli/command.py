@@ -24,7 +24,7 @@ Database = Annotated[
         "--database",
         metavar="URL",
         rich_help_panel=DEPLOYMENT,
-        help="SQLAlchemy URL of the database (KEEPSTEP_DATABASE; sqlite:///.keepstep/keepstep.db).",
+        help="SQLAlchemy URL of the database. Else KEEPSTEP_DATABASE, else sqlite:///.keepstep/keepstep.db.",
     ),
 ]
 Broker = Annotated[
@@ -33,7 +33,7 @@ Broker = Annotated[
         "--broker",
         metavar="URL",
         rich_help_panel=DEPLOYMENT,
-        help="URL of the broker (KEEPSTEP_BROKER; file://.keepstep/broker).",
+        help="URL of the broker. Else KEEPSTEP_BROKER, else file://.keepstep/broker.",
     ),
 ]
 Tenant = Annotated[
@@ -42,7 +42,7 @@ Tenant = Annotated[
         "--tenant",
         metavar="NAME",
         rich_help_panel=DEPLOYMENT,
-        help="The tenant whose threads are meant (KEEPSTEP_TENANT; default).",
+        help="The tenant whose threads are meant. Else KEEPSTEP_TENANT, else default.",
     ),
 ]
 _Json = Annotated[
@@ -123,13 +123,17 @@ def command(
                 raise OutputClosed from error
 
         parameters = [context, *own, *shared]
-        run.__doc__ = function.__doc__
         run.__signature__ = inspect.Signature(parameters)  # type: ignore[attr-defined]  typer reads it
         run.__annotations__ = {parameter.name: parameter.annotation for parameter in parameters}
-        lines = [r"\[…]".join(line.split("[…]")) for line in example.strip().splitlines()]
-        epilog = "\n\n".join(["[dim]Example:[/dim]", *(f"  {line}" for line in lines)])
-        group.command(name, rich_help_panel=panel, epilog=epilog)(run)
-        EXAMPLES[name if group is app else f"db {name}"] = example.strip()
+        help_text = _unwrapped(function.__doc__ or "")
+        group.command(
+            name,
+            rich_help_panel=panel,
+            help=help_text,
+            short_help=help_text.partition(". ")[0].partition("\n")[0].rstrip("."),
+            epilog="\n\n".join(["[dim]Example:[/dim]", *(f"  {escape(line)}" for line in example.splitlines())]),
+        )(run)
+        EXAMPLES[name if group is app else f"db {name}"] = example
         return function
 
     return decorate
@@ -137,6 +141,17 @@ def command(
 
 EXAMPLES: dict[str, str] = {}
 """Each command's example, for docs/cli.md."""
+
+
+def escape(text: str) -> str:
+    """Return `text` as it stands where Rich looks for markup."""
+    return text.replace("[", r"\[")
+
+
+def _unwrapped(docstring: str) -> str:
+    """Return a docstring's paragraphs, one line each: the terminal wraps them."""
+    paragraphs = inspect.cleandoc(docstring).split("\n\n")
+    return escape("\n\n".join(" ".join(paragraph.split("\n")) for paragraph in paragraphs))
 
 
 def _parameter(name: str, annotation: Any, default: Any) -> inspect.Parameter:

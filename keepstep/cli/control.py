@@ -15,7 +15,8 @@ PANEL = "Steer threads"
 
 ThreadName = Annotated[str, typer.Argument(metavar="THREAD", help="The thread's name or id.")]
 GraphName = Annotated[
-    str | None, typer.Option("--graph", "-g", metavar="NAME", help="Its graph, when several have a thread of that name.")
+    str | None,
+    typer.Option("--graph", "-g", metavar="NAME", help="The graph, when several have a thread of that name."),
 ]
 Reason = Annotated[str | None, typer.Option("--reason", metavar="TEXT", help="Why, for whoever looks later.")]
 By = Annotated[
@@ -103,7 +104,7 @@ def cancel(
 
 
 @command("retry", panel=PANEL, sends=True, example="keepstep retry order-81 --step-limit 40")
-def retry(  # noqa: PLR0913  options of one command
+def retry(
     session: Session,
     *,
     thread: ThreadName,

@@ -25,8 +25,18 @@ __all__ = ["app", "run"]
 
 EXIT_FAILED, EXIT_WRONG_CALL, EXIT_INTERRUPTED, EXIT_OUTPUT_CLOSED = 1, 2, 130, 141
 
-# Imported for the commands that they define.
-_COMMANDS = (worker, start, threads, approvals, control, doctor, schema)
+# Imported for the commands that they define; help lists those in this order.
+_COMMANDS = {
+    worker: ["worker"],
+    start: ["start"],
+    threads: ["threads", "show", "history", "state"],
+    approvals: ["approvals", "approve", "reject", "answer"],
+    control: ["signal", "pause", "resume", "cancel", "retry"],
+    doctor: ["doctor"],
+    schema: [],
+}
+_ORDER = [name for names in _COMMANDS.values() for name in names]
+app.registered_commands.sort(key=lambda each: _ORDER.index(each.name or ""))
 _CREDENTIALS = re.compile(r"(?<=://)[^/@\s]+@")
 
 

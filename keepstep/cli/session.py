@@ -96,7 +96,7 @@ class Session:
 
     @contextmanager
     def reader(self) -> Iterator[Reader]:
-        """Give a reader of the deployment's database; raise `DatabaseUnavailable` or `SchemaMismatch` with a way out."""
+        """Give a reader of the deployment's database; errors tell the way out."""
         missing = self.missing_file()
         if missing is not None:
             message = f"there is no database yet at {missing}: a worker makes it, or: {self.hint('db upgrade')}"

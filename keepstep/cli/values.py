@@ -18,7 +18,7 @@ _BYTES_MAX = 64 * 1024 * 1024
 
 
 def from_json(text: str, what: str) -> Any:
-    """Return what a JSON text says, exactly; raise `InvalidInput` naming `what` when it is not JSON or would be rounded."""
+    """Return what a JSON text says; raise `InvalidInput` naming `what` when it is no JSON or would be rounded."""
 
     def refuse(problem: str) -> NoReturn:
         message = f"{what}: {problem}"

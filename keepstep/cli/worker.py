@@ -44,7 +44,7 @@ def worker(
     modules: Annotated[
         list[str] | None,
         typer.Argument(
-            metavar="MODULE...",
+            metavar="MODULE",
             help="Modules (package.module) or files (agent.py) whose graphs it runs. Without any: KEEPSTEP_GRAPHS.",
         ),
     ] = None,

@@ -7,7 +7,8 @@ import multiprocessing
 import socket
 import threading
 import time
-from contextlib import closing, contextmanager
+from contextlib import closing, contextmanager, suppress
+from typing import Self
 
 import kombu
 import pytest
@@ -23,7 +24,7 @@ def url(request, tmp_path):
 
 
 class Worker:
-    """Takes commands as a worker does, and answers each with the next of `answers` (None: not at all), the last again."""
+    """Takes commands as a worker does; answers each with the next of `answers`, at last the last. None: not at all."""
 
     def __init__(self, url: str, *answers: dict | None) -> None:
         self._url = url
@@ -39,10 +40,8 @@ class Worker:
             with connection.Consumer([broker.commands_queue(self._url, "keepstep")], on_message=self._take):
                 self.ready.set()
                 while not self._stop.is_set():
-                    try:
+                    with suppress(TimeoutError):
                         connection.drain_events(timeout=0.1)
-                    except TimeoutError:
-                        pass
 
     def _take(self, message) -> None:
         command = messages.parse(message.body, size_max=10**6)
@@ -58,7 +57,7 @@ class Worker:
             )
         message.ack()
 
-    def __enter__(self) -> Worker:
+    def __enter__(self) -> Self:
         self._thread.start()
         assert self.ready.wait(30)
         return self
@@ -125,8 +124,7 @@ def test_threads_share_a_client(url):
         replies = []
 
         def work(number: int) -> None:
-            for step in range(10):
-                replies.append(client.signal(f"t{number}", "s", step).accepted(timeout=20).id)
+            replies.extend(client.signal(f"t{number}", "s", step).accepted(timeout=20).id for step in range(10))
 
         threads = [threading.Thread(target=work, args=(i,)) for i in range(4)]
         for thread in threads:
@@ -179,7 +177,7 @@ def test_a_client_that_was_made_before_a_fork_works_in_the_child(url):
     assert [command["thread"] for command in worker.taken] == ["before", "child", "after"]
 
 
-# --- brokers that fail --------------------------------------------------------------------------------------------------
+# --- brokers that fail ------------------------------------------------------------------------------------------------
 
 
 @contextmanager
@@ -262,7 +260,7 @@ def test_an_answer_that_is_lost_is_sent_again(redis_proxy):
         assert [json.loads(m.body)["id"] for m in taken[1:]] == [receipt.id] * 2
 
 
-# --- options that a connection really has --------------------------------------------------------------------------------
+# --- options that a connection really has -----------------------------------------------------------------------------
 
 
 def test_commands_on_redis_come_back_when_their_consumer_is_gone(redis_url):

@@ -10,6 +10,8 @@ from types import ModuleType
 
 import pytest
 
+from keepstep.settings import Settings
+
 ROOT = Path(__file__).parents[2]
 PAGES = [ROOT / "README.md", *sorted((ROOT / "docs").glob("*.md"))]
 NEEDS_A_BROKER = "Client("
@@ -17,7 +19,7 @@ NEEDS_A_BROKER = "Client("
 
 def blocks(page: Path) -> list[str]:
     """Return a page's Python examples in order."""
-    return re.findall(r"^```python\n(.*?)^```", page.read_text(encoding="utf-8"), flags=re.M | re.S)
+    return re.findall(r"^```python\n(.*?)^```", page.read_text(encoding="utf-8"), flags=re.MULTILINE | re.DOTALL)
 
 
 EXAMPLES = [
@@ -75,6 +77,18 @@ def test_every_link_in_the_documentation_leads_somewhere():
 
 def test_every_file_the_map_names_exists():
     text = (ROOT / "ARCHITECTURE.md").read_text(encoding="utf-8")
-    named = {path for path in re.findall(r"`((?:store|runtime|tasks|keepstep|tests)/[\w./]*)", text)}
-    missing = {path for path in named if not (ROOT / path).exists() and not (ROOT / f"{path.rsplit('.', 1)[0]}.py").exists()}
+    named = set(re.findall(r"`((?:store|runtime|tasks|keepstep|tests)/[\w./]*)", text))
+    missing = {
+        path for path in named if not any((ROOT / name).exists() for name in (path, f"{path.rpartition('.')[0]}.py"))
+    }
     assert missing == set()
+
+
+def test_every_setting_is_documented_with_its_default():
+    text = (ROOT / "docs" / "operating.md").read_text(encoding="utf-8")
+    documented = dict(re.findall(r"^\| `(\w+)` \| (\S.*?) \|", text, flags=re.MULTILINE))
+
+    shown = {
+        name: "none" if field.default == () else f"`{field.default}`" for name, field in Settings.model_fields.items()
+    }
+    assert {name: documented.get(name) for name in shown} == shown

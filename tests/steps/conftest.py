@@ -39,3 +39,16 @@ def timed(sqlite_url, clock):
             return deployment
 
         yield make
+
+
+@pytest.fixture
+def served(postgresql_url):
+    """Make deployments on PostgreSQL."""
+    with contextlib.ExitStack() as stack:
+
+        def make(*graphs, **options):
+            deployment = Deployment(postgresql_url, *graphs, **options)
+            stack.callback(deployment.close)
+            return deployment
+
+        yield make

@@ -100,7 +100,8 @@ class Deployment:
     def start(self, given: object = None, **fields: Any) -> Accepted:
         """Start a run of the first graph."""
         return self.send(
-            "start", **{"graph": self.graphs[0].name, "thread": self.name, "input": {} if given is None else given, **fields}
+            "start",
+            **{"graph": self.graphs[0].name, "thread": self.name, "input": {} if given is None else given, **fields},
         )
 
     def decide(self, verdict: str = "approve", **fields: Any) -> Accepted:

@@ -89,7 +89,5 @@ def checkpoint(fence: Fence, **changes: Any) -> NewCheckpoint:
 def row(store: Store, thread_id: str) -> dict[str, Any]:
     """The thread's row."""
     with store.engine.connect() as connection:
-        found = connection.exec_driver_sql(
-            f"SELECT * FROM keepstep_thread WHERE id = '{thread_id}'"
-        ).mappings().one()
+        found = connection.exec_driver_sql(f"SELECT * FROM keepstep_thread WHERE id = '{thread_id}'").mappings().one()
     return dict(found)

@@ -17,17 +17,12 @@ def _statements():
         loaded = importlib.import_module(f"keepstep.store.{module.name}")
         for name, value in vars(loaded).items():
             values = value.values() if isinstance(value, dict) else value if isinstance(value, list) else [value]
-            for number, each in enumerate(values):
-                if isinstance(each, Statement):
-                    yield pytest.param(each, id=f"{module.name}.{name}[{number}]")
+            yield from ((f"{module.name}.{name}", each) for each in values if isinstance(each, Statement))
 
 
 @pytest.mark.parametrize("url", ["sqlite://", "postgresql+psycopg2://"])
-@pytest.mark.parametrize("statement", list(_statements()))
-def test_compiles(statement, url):
-    text, _, _ = statement.prepared(make_url(url).get_dialect()())
-    assert text.split()[0] in {"SELECT", "INSERT", "UPDATE", "DELETE", "WITH"}
-
-
-def test_there_are_many():
-    assert len(list(_statements())) > 100
+def test_each_compiles(url):
+    dialect = make_url(url).get_dialect()()
+    verbs = {name: statement.prepared(dialect)[0].split()[0] for name, statement in _statements()}
+    assert len(verbs) > 80
+    assert set(verbs.values()) == {"SELECT", "INSERT", "UPDATE", "DELETE", "WITH"}

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-import datetime
+import datetime as dt
 import decimal
 import enum
 import json
@@ -119,13 +119,13 @@ class Colour(enum.Enum):
 @pytest.mark.parametrize(
     ("value", "problem"),
     [
-        ({"order": {"at": datetime.datetime(2026, 1, 1, tzinfo=datetime.UTC)}},
+        ({"order": {"at": dt.datetime(2026, 1, 1, tzinfo=dt.UTC)}},
          "$.input.order.at: JSON has no datetime; send value.isoformat(): the graph's state schema parses it"),
         ({"n": [1, decimal.Decimal("1.5")]},
          "$.input.n.1: JSON has no Decimal; send str(value): the graph's state schema parses it"),
         ({"id": uuid.UUID(int=7)}, "$.input.id: JSON has no UUID; send str(value): the graph's state schema parses it"),
         ({"c": Colour.RED}, "$.input.c: JSON has no Colour; send its value"),
-        ({"wait": datetime.timedelta(1)}, "$.input.wait: JSON has no timedelta; send value.total_seconds()"),
+        ({"wait": dt.timedelta(1)}, "$.input.wait: JSON has no timedelta; send value.total_seconds()"),
         ({"t": (1, 2)}, "$.input.t: JSON has no tuple; send a list: the graph's state schema makes its own type of it"),
         ({"b": b"x"}, "$.input.b: JSON has no bytes; send base64 text, or a reference to where the bytes are"),
         ({"o": object()},

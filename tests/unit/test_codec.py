@@ -339,6 +339,19 @@ def test_a_digest_frames_its_parts():
     assert digest(b"a") == blake2b(b"\x00\x00\x00\x00\x00\x00\x00\x01a", digest_size=32).digest()
 
 
+def test_a_wider_codec_reads_and_writes_more_types(codec):
+    class Extra(BaseModel):
+        id: int
+
+    wider = codec.including(list[Extra], int)
+    assert wider.format == codec.format
+    assert type(wider.decode(wider.encode([Extra(id=1), Order("a")]))[0]) is Extra
+    with pytest.raises(NotStorable, match="the graph does not declare"):
+        codec.encode(Extra(id=1))
+    assert codec.including(int, list[Order]) is codec
+    assert codec.including(Extra) is codec.including(Extra)
+
+
 def test_threads_may_share_a_codec(codec):
     values = [{"n": 2**70 + index, "t": ("x" * index, {index}), "o": Order(str(index))} for index in range(20)]
     failures: list[object] = []

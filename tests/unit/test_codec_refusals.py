@@ -237,10 +237,35 @@ def test_a_name_in_data_is_never_imported(tmp_path, monkeypatch):
 
 def test_a_zone_key_cannot_leave_the_zones():
     codec = Codec(DECLARED, value_bytes_max=LIMIT)
-    for key in ("../../etc/passwd", "/etc/passwd", "Mars/Olympus", "a.b", ""):
+    keys = {"../../etc/passwd": "ValueError", "/etc/passwd": "ValueError", "os.path/x": "ValueError", "": "ValueError"}
+    for key, kind in {**keys, "Mars/Olympus": "ZoneInfoNotFoundError"}.items():
         data = b"KS1j- 1 \n" + json.dumps({"$": "datetime", "v": ["2027-01-01T00:00:00", 0, key]}).encode()
-        with pytest.raises(HistoryCorrupt, match="stored data cannot be read"):
+        with pytest.raises(HistoryCorrupt, match=f"^stored data cannot be read: {kind}$"):
             codec.decode(data)
+
+
+@pytest.mark.parametrize(
+    "envelope",
+    [
+        {"$": "set", "v": "abc"},
+        {"$": "tuple", "v": {"a": 1}},
+        {"$": "dict", "v": [[[], 1]]},
+        {"$": "dict", "v": [[1, 2, 3]]},
+        {"$": "bytes", "v": "AA=!="},
+        {"$": "int", "v": 1.5},
+        {"$": "decimal", "v": "x"},
+        {"$": "uuid", "v": "x"},
+        {"$": "timedelta", "v": [10**12, 0, 0]},
+        {"$": "text", "v": "é"},
+        {"$": "int"},
+        {"$": [], "v": 1},
+        {"$": "Invoice", "v": {"stage": 1}, "set": 5},
+    ],
+    ids=repr,
+)
+def test_an_envelope_that_nobody_wrote_is_corrupt(envelope):
+    with pytest.raises(HistoryCorrupt, match=r"^stored data cannot be read: \w+$"):
+        Codec(DECLARED, value_bytes_max=LIMIT).decode(b"KS1j- 1 \n" + json.dumps({"a": envelope}).encode())
 
 
 @settings(max_examples=300, deadline=None)

@@ -76,6 +76,7 @@ def before(state, ctx):
 def hold(state, ctx):
     note("starts", ctx.thread, "hold")
     paid = ctx.effect(pay, ctx.thread, "hold")
+    note("holding", ctx.thread)
     wait_for("release")
     return {"done": [paid]}
 

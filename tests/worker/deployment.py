@@ -103,7 +103,10 @@ class Worker:
 class Deployment:
     """Workers over one broker and one database."""
 
-    def __init__(self, folder: Path, database: str, broker: str, **overrides: Any) -> None:
+    def __init__(
+        self, folder: Path, database: str, broker: str, looked_at: str | None = None, **overrides: Any
+    ) -> None:
+        """`looked_at`: where the test finds the database when the workers reach it through a proxy."""
         self.folder = folder
         settings = {
             "database": database,
@@ -122,7 +125,7 @@ class Deployment:
         self.settings = load(**{k: v for k, v in settings.items() if k != "graphs"})
         self.workers: list[Worker] = []
         self.client = keepstep.Client(settings=self.settings, confirm=True, timeout=20)
-        self._engine = sqlalchemy.create_engine(database)
+        self._engine = sqlalchemy.create_engine(looked_at or database)
 
     # --- processes --------------------------------------------------------------------------------------------------
 
@@ -182,14 +185,22 @@ class Deployment:
         """Return how often nodes wrote each line of a kind."""
         return Counter(" ".join(words[:-2]) for words in self.notes(kind))
 
-    def started(self, line: str, times: int = 1, seconds: float = 20.0) -> list[list[str]]:
-        """Wait until nodes wrote a line that often; return the words of those lines."""
+    def noted(self, kind: str, line: str, times: int = 1, seconds: float = 20.0) -> list[list[str]]:
+        """Wait until nodes wrote a line of a kind that often; return the words of those lines."""
 
         def look() -> list[list[str]] | None:
-            found = [words for words in self.notes("starts") if " ".join(words[:-2]) == line]
+            found = [words for words in self.notes(kind) if " ".join(words[:-2]) == line]
             return found if len(found) >= times else None
 
         return eventually(look, seconds=seconds, what=f"{times} x {line!r}")
+
+    def started(self, line: str, times: int = 1) -> list[list[str]]:
+        """Wait until a node has started that often."""
+        return self.noted("starts", line, times)
+
+    def holding(self, thread: str, times: int = 1) -> list[list[str]]:
+        """Wait until a thread's held node has recorded its effect and waits to be let go."""
+        return self.noted("holding", thread, times)
 
     def query(self, statement: str, **params: Any) -> list[tuple[Any, ...]]:
         """Run a statement on the database."""
@@ -217,9 +228,11 @@ class Deployment:
 
 
 @contextlib.contextmanager
-def deployed(folder: Path, database: str, broker: str, **overrides: Any) -> Iterator[Deployment]:
+def deployed(
+    folder: Path, database: str, broker: str, looked_at: str | None = None, **overrides: Any
+) -> Iterator[Deployment]:
     """Give a deployment that ends with the block."""
-    deployment = Deployment(folder, database, broker, **overrides)
+    deployment = Deployment(folder, database, broker, looked_at, **overrides)
     try:
         yield deployment
     finally:

@@ -68,8 +68,10 @@ def test_a_broker_that_is_down_at_the_start_and_in_between_is_waited_for(tmp_pat
         assert worker.stop() == 0
 
 
-def test_a_database_that_is_away_delays_commands_and_loses_none(tmp_path, proxied_url, postgresql_proxy, redis_url):
-    with deployed(tmp_path, proxied_url, redis_url) as deployment:
+def test_a_database_that_is_away_delays_commands_and_loses_none(
+    tmp_path, postgresql_url, proxied_url, postgresql_proxy, redis_url
+):
+    with deployed(tmp_path, proxied_url, redis_url, postgresql_url) as deployment:
         worker = deployment.worker(concurrency=1)
         deployment.start("chain", "t1")
         deployment.ended("t1")

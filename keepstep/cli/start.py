@@ -1,0 +1,149 @@
+"""`keepstep start`."""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING, Annotated, Any
+
+import typer
+
+from keepstep.cli import values
+from keepstep.cli.command import Database, command
+from keepstep.cli.control import report
+from keepstep.cli.session import Session
+from keepstep.errors import InvalidInput
+
+if TYPE_CHECKING:
+    from keepstep.cli.progress import Ending
+
+
+@command(
+    "start",
+    panel="Run",
+    sends=True,
+    example="""\
+keepstep start refunds order-81 order_id=A-81 amount='"12.50"' --wait
+keepstep start refunds order-81 --input '{"order_id": "A-81", "amount": "12.50"}'""",
+)
+def start(
+    session: Session,
+    *,
+    graph: Annotated[str, typer.Argument(metavar="GRAPH", help="The graph's name, as it stands in its code.")],
+    thread: Annotated[str, typer.Argument(metavar="THREAD", help="The thread's name; it is made when it is new.")],
+    pairs: Annotated[
+        list[str] | None,
+        typer.Argument(
+            metavar="KEY=VALUE",
+            help="The run's input. A VALUE is JSON, or a text when it is not JSON; a text that looks like JSON is "
+            "written in double quotes: zip='\"01234\"'.",
+        ),
+    ] = None,
+    given: Annotated[
+        str | None, typer.Option("--input", "-i", metavar="JSON", help="The whole input, a JSON object; - reads it.")
+    ] = None,
+    input_file: Annotated[
+        str | None, typer.Option("--input-file", "-f", metavar="FILE", help="A file with the whole input as JSON.")
+    ] = None,
+    request_id: Annotated[
+        str | None,
+        typer.Option("--request-id", metavar="ID", help="Two starts with one request id are one run."),
+    ] = None,
+    reject_if_running: Annotated[
+        bool,
+        typer.Option("--reject-if-running", help="Refuse when the thread's run has not ended, in place of queueing."),
+    ] = False,
+    step_limit: Annotated[
+        int | None, typer.Option("--step-limit", min=1, metavar="N", help="The steps that this run may take.")
+    ] = None,
+    wait: Annotated[bool, typer.Option("--wait", "-w", help="Follow the run to its end and print its state.")] = False,
+    timeout: Annotated[
+        float | None,
+        typer.Option("--timeout", min=0.1, metavar="SECONDS", help="With --wait: give up following after this long."),
+    ] = None,
+    database: Database = None,
+) -> None:
+    """Give a thread of a graph an input, which makes a run.
+
+    With --wait its progress is shown on standard error and its final state on standard output; exit code 0: done, 1:
+    failed, blocked, cancelled, or not ended when the time was over. The run goes on, also when following it is stopped.
+    """
+    _check_together(session, wait=wait, timeout=timeout)
+    value = _input(pairs or [], given, input_file)
+    if wait:
+        _ = session.refined(database=database).settings  # a setting that is wrong is found before anything was sent
+    with session.client() as client:
+        receipt = client.start(
+            graph,
+            thread,
+            value,
+            request_id=request_id,
+            if_running="reject" if reject_if_running else "queue",
+            step_limit=step_limit,
+        )
+        reply = session.reply(receipt)
+        if not wait or reply is None:
+            run = "" if reply is None else f" as run {reply.run_id}"
+            report(session, receipt, f"{graph}/{thread} accepted{run}")
+            return
+    _follow(session.refined(database=database), graph, thread, reply, timeout)
+
+
+def _check_together(session: Session, *, wait: bool, timeout: float | None) -> None:
+    if timeout is not None and not wait:
+        message = "--timeout belongs to --wait (for a worker's word there is --confirm-timeout)"
+        raise InvalidInput(message)
+    if wait and not session.confirm:
+        message = "--wait and --no-confirm exclude each other: what is not accepted cannot be followed"
+        raise InvalidInput(message)
+
+
+def _input(pairs: list[str], given: str | None, input_file: str | None) -> dict[str, Any]:
+    if sum(map(bool, (pairs, given is not None, input_file is not None))) > 1:
+        message = "give the input once: as KEY=VALUE, as --input or as --input-file"
+        raise InvalidInput(message)
+    if input_file is not None:
+        return values.an_object(values.from_file(input_file, "--input-file"), "--input-file")
+    if given is not None:
+        return values.an_object(values.from_file("-", "--input") if given == "-" else given, "--input")
+    return values.from_pairs(pairs)
+
+
+def _follow(session: Session, graph: str, thread: str, reply: Any, timeout: float | None) -> None:
+    from keepstep.cli import records
+    from keepstep.cli.progress import follow
+
+    with session.reader() as reader:
+        ending = follow(session, reader, reply.thread_id, reply.run_id, title=f"{graph}/{thread}", timeout=timeout)
+        state = reader.state(reply.thread_id, at=ending.seq) if ending.seq >= 0 else {}
+    if session.as_json:
+        session.output.document(
+            {
+                "thread": thread,
+                "thread_id": reply.thread_id,
+                "run_id": reply.run_id,
+                "status": ending.status,
+                "ended": ending.ended,
+                "steps": ending.steps,
+                "error": ending.error,
+                "approvals": [records.approval(each) for each in ending.approvals],
+                "state": state,
+            }
+        )
+    elif ending.ended:
+        session.output.state(state, more=session.hint(f"state {thread}"))
+    if ending.status != "done":
+        _explain(session, thread, ending)
+        raise typer.Exit(1)
+
+
+def _explain(session: Session, thread: str, ending: Ending) -> None:
+    """Say on standard error what can be done about a run that is not done."""
+    from keepstep.cli.output import console, visible
+
+    way_out = {
+        "failed": f"once its cause is mended: {session.hint(f'retry {thread}')}",
+        "blocked": f"look at it ({session.hint(f'show {thread}')}), then: {session.hint(f'retry {thread}')}",
+        "cancelled": "",
+    }
+    text = way_out.get(ending.status, f"it goes on; look again: {session.hint(f'show {thread}')}")
+    if text:
+        console(to_errors=True).print(visible(text), style="dim", soft_wrap=True)

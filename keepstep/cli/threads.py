@@ -1,0 +1,367 @@
+"""`keepstep threads`, `show`, `history`, `state`: what threads are, were and wait for."""
+
+from __future__ import annotations
+
+from datetime import datetime
+from enum import StrEnum
+from typing import TYPE_CHECKING, Annotated, Any
+
+import typer
+
+from keepstep.cli.command import command
+from keepstep.cli.control import GraphName, ThreadName
+from keepstep.cli.session import Session
+
+if TYPE_CHECKING:
+    from rich.text import Text
+
+    from keepstep.runtime.reader import Reader, Thread
+
+PANEL = "Look"
+_RECENT = 10
+
+
+class Status(StrEnum):
+    """Which threads."""
+
+    READY = "ready"
+    WAITING = "waiting"
+    BLOCKED = "blocked"
+    DONE = "done"
+    FAILED = "failed"
+    CANCELLED = "cancelled"
+
+
+@command("threads", panel=PANEL, reads=True, example="keepstep threads --status blocked")
+def threads(
+    session: Session,
+    *,
+    graph: GraphName = None,
+    status: Annotated[Status | None, typer.Option("--status", "-s", help="Only threads of this status.")] = None,
+    limit: Annotated[int, typer.Option("--limit", "-n", min=1, max=10_000, metavar="N", help="At most N.")] = 50,
+    before: Annotated[
+        str | None, typer.Option("--before", metavar="ID", help="Only threads older than this one: the next page.")
+    ] = None,
+) -> None:
+    """List threads, the newest first."""
+    from keepstep.cli import records
+    from keepstep.cli.output import relative, status_text
+
+    with session.reader() as reader:
+        found = reader.threads(
+            graph=graph, status=None if status is None else status.value, limit=limit + 1, before=before
+        )
+    page, more = found[:limit], len(found) > limit
+    if session.as_json:
+        session.output.document(
+            {"threads": [records.thread(each) for each in page], "next_before": page[-1].id if more else None}
+        )
+        return
+    if not page:
+        session.output.line("there are no such threads" if status or graph or before else "there are no threads yet")
+        return
+    session.output.table(
+        ("THREAD", "GRAPH", "STATUS", "STEPS", "CHANGED", ""),
+        [
+            (
+                each.name,
+                each.graph,
+                status_text(each.status),
+                str(each.steps),
+                relative(each.row.updated_at),
+                note(each),
+            )
+            for each in page
+        ],
+    )
+    if more:
+        session.output.line(f"more: {session.hint(f'threads --before {page[-1].id}')}")
+
+
+def note(found: Thread) -> str:
+    """Return what else there is to say of a thread, in a few words."""
+    from keepstep.cli.output import short
+
+    parts = []
+    if found.paused:
+        parts.append("paused")
+    if found.error is not None:
+        parts.append(short(f"{found.error.get('code')}: {found.error.get('message')}", 80))
+    elif found.row.fanned and found.status == "waiting":
+        done = found.row.fanned - found.row.pending
+        parts.append(f"{done} of {found.row.fanned} node runs ended")
+    elif found.running_on is not None:
+        parts.append("running")
+    if found.row.queued and found.steps:
+        parts.append(f"{found.row.queued} more runs queued")
+    return ", ".join(parts)
+
+
+# --- show -------------------------------------------------------------------------------------------------------------
+
+
+@command("show", panel=PANEL, reads=True, example="keepstep show order-81")
+def show(session: Session, *, thread: ThreadName, graph: GraphName = None) -> None:
+    """Show a thread: its status, runs, node runs under way, waits, effects, and who asked for what."""
+    with session.reader() as reader:
+        found = reader.get(thread, graph=graph)
+        if session.as_json:
+            session.output.document(_document(reader, found))
+        else:
+            _print(session, reader, found)
+
+
+def _document(reader: Reader, found: Thread) -> dict[str, Any]:
+    from keepstep.cli import records
+
+    open_approvals = reader.approvals(thread=found.id, status=None)
+    return {
+        "thread": records.thread(found),
+        "runs": [records.run(each) for each in reader.runs(found.id)],
+        "node_runs": [records.node_run(each) for each in reader.node_runs(found.id)],
+        "approvals": [records.approval(each, reader.decisions(each.id)) for each in open_approvals],
+        "waits": [records.wait(each) for each in reader.waits(found.id)],
+        "effects": [records.effect(each) for each in reader.effects(found.id)],
+        "events": [records.event(each) for each in reader.events(found.id)],
+        "audit": [records.audit(each) for each in reader.audit(found.id)],
+    }
+
+
+def _print(session: Session, reader: Reader, found: Thread) -> None:
+    output = session.output
+    output.facts(_facts(session, found))
+    _print_runs(session, reader, found)
+    _print_node_runs(session, reader, found)
+    _print_waits(session, reader, found)
+    _print_effects(session, reader, found)
+    _print_audit(session, reader, found)
+
+
+def _facts(session: Session, found: Thread) -> dict[str, str | Text | None]:
+    from rich.text import Text
+
+    from keepstep.cli.output import STATUS_STYLES, local
+
+    status = Text(found.status, style=STATUS_STYLES.get(found.status, ""))
+    if found.paused:
+        status.append(f", paused: {session.hint(f'resume {found.name}')}", style="yellow")
+    elif found.status == "ready":
+        status.append(f", running on {found.running_on}" if found.running_on else ", in nobody's hands", style="dim")
+    row = found.row
+    return {
+        "thread": found.name,
+        "graph": f"{found.graph} (version {found.version})",
+        "id": found.id,
+        "status": status,
+        "error": _error(found),
+        "way out": session.hint(f"retry {found.name}") if found.status in {"failed", "blocked"} else None,
+        "steps": f"{found.steps}" + (f" of {row.step_limit}" if row.step_limit else ""),
+        "checkpoint": None if found.checkpoint is None else f"{found.checkpoint} (seq {found.seq})",
+        "due": local(row.due_at) if found.status == "ready" and not found.running_on else None,
+        "deaths": f"{row.deaths} (last: {row.last_death})" if row.deaths else None,
+        "begun": local(row.created_at),
+        "changed": local(row.updated_at),
+    }
+
+
+def _error(found: Thread) -> str | None:
+    if found.error is None:
+        return None
+    where = f" in {found.error.get('run') or found.error['node']}" if found.error.get("node") else ""
+    return f"{found.error.get('code')}{where}: {found.error.get('message')}"
+
+
+def _print_runs(session: Session, reader: Reader, found: Thread) -> None:
+    from keepstep.cli.output import duration, local, status_text
+
+    runs = reader.runs(found.id)
+    session.output.heading(f"Runs ({len(runs)})")
+    rows = []
+    for each in runs[-_RECENT:]:
+        took = duration(each.ended_at - each.started_at) if each.ended_at and each.started_at else ""
+        steps = found.steps if each.id == found.run else each.steps
+        rows.append(
+            (str(each.number), each.id, status_text(each.status), str(steps), took, local(each.created_at) or "")
+        )
+    session.output.table(("NO.", "RUN", "STATUS", "STEPS", "TOOK", "ACCEPTED"), rows)
+
+
+def _print_node_runs(session: Session, reader: Reader, found: Thread) -> None:
+    from collections import Counter
+
+    from keepstep.cli.output import status_text
+
+    if not found.row.fanned:
+        return
+    now = [each for each in reader.node_runs(found.id) if each.seq == found.seq + 1 and each.branch == found.row.branch]
+    ended = found.row.fanned - found.row.pending
+    session.output.heading(f"Node runs under way ({ended} of {found.row.fanned} ended)")
+    counts = Counter((each.node, each.status) for each in now)
+    session.output.table(
+        ("NODE", "STATUS", "NODE RUNS"),
+        [(node, status_text(status), str(count)) for (node, status), count in sorted(counts.items())],
+    )
+    troubled = [each for each in now if each.status in {"failed", "blocked"} or each.deaths]
+    if troubled:
+        session.output.table(
+            ("NODE RUN", "STATUS", "STARTS", "ERROR"),
+            [
+                (
+                    each.run,
+                    status_text(each.status),
+                    str(each.starts),
+                    _short_error(each.error) or each.last_death or "",
+                )
+                for each in troubled[:_RECENT]
+            ],
+        )
+
+
+def _short_error(text: str | None) -> str:
+    from keepstep.cli.output import short
+    from keepstep.cli.records import error_of
+
+    found = error_of(text)
+    return "" if found is None else short(f"{found.get('code')}: {found.get('message')}", 120)
+
+
+def _print_waits(session: Session, reader: Reader, found: Thread) -> None:
+    waits = [each for each in reader.waits(found.id) if each.status == "open"]
+    if not waits:
+        return
+    questions = {each.id: each for each in reader.approvals(thread=found.id)}
+    session.output.heading(f"Waits for ({len(waits)})")
+    rows = []
+    for each in waits[:_RECENT]:
+        asked = questions.get(each.approval_id or "")
+        rows.append((each.run, waited_for(each, asked.question if asked else None)))
+    session.output.table(("NODE RUN", "WAIT"), rows)
+    if questions:
+        session.output.line(f"decide: {session.hint(f'approvals --thread {found.name}')}")
+
+
+def waited_for(wait: Any, question: str | None) -> str:
+    """Return what a wait waits for, in words."""
+    from keepstep.cli.output import relative, short
+
+    until = "" if wait.due_at is None else f", {relative(wait.due_at)} at the latest"
+    if wait.kind == "approval":
+        return f"approval {wait.approval_id}: {short(question or '', 80)}{until}"
+    if wait.kind == "signal":
+        return f"signal {wait.signal_name}{until}"
+    return "time: " + ("" if wait.due_at is None else relative(wait.due_at))
+
+
+def _print_effects(session: Session, reader: Reader, found: Thread) -> None:
+    from keepstep.cli.output import local
+
+    effects = reader.effects(found.id)
+    if not effects:
+        return
+    session.output.heading(f"Effects ({len(effects)}, the last {min(len(effects), _RECENT)})")
+    session.output.table(
+        ("NODE RUN", "EFFECT", "STATE", "CALLS", "BEGUN"),
+        [
+            (each.run, each.name, each.state, str(each.calls), local(each.started_at) or "")
+            for each in effects[-_RECENT:]
+        ],
+    )
+
+
+def _print_audit(session: Session, reader: Reader, found: Thread) -> None:
+    from keepstep.cli.output import local
+
+    audit = reader.audit(found.id)
+    session.output.heading(f"Asked for ({len(audit)}, the last {min(len(audit), _RECENT)})")
+    session.output.table(
+        ("WHAT", "BY", "AT"), [(each.action, each.actor, local(each.at) or "") for each in audit[-_RECENT:]]
+    )
+
+
+# --- history and state ------------------------------------------------------------------------------------------------
+
+
+@command("history", panel=PANEL, reads=True, example="keepstep history order-81 --last 20")
+def history(
+    session: Session,
+    *,
+    thread: ThreadName,
+    graph: GraphName = None,
+    last: Annotated[
+        int | None, typer.Option("--last", "-n", min=1, metavar="N", help="Only the last N checkpoints.")
+    ] = None,
+) -> None:
+    """List a thread's checkpoints: what ran, what it changed, what was due next. Their digests are verified."""
+    from keepstep.cli import records
+    from keepstep.cli.output import local
+
+    with session.reader() as reader:
+        found = reader.get(thread, graph=graph)
+        after = -1 if last is None else max(-1, found.seq - last)
+        checkpoints = reader.history(found.id, after=after)
+    if session.as_json:
+        session.output.document(
+            {"thread": found.name, "thread_id": found.id, "checkpoints": [records.checkpoint(e) for e in checkpoints]}
+        )
+        return
+    session.output.table(
+        ("SEQ", "RAN", "CHANGED", "NEXT", "AT", "CHECKPOINT"),
+        [
+            (
+                str(each.seq),
+                records.counted(node["run"] for node in each.nodes) or f"({each.kind})",
+                ", ".join(each.changed) or "-",
+                records.counted(each.next) or "(end)",
+                local(each.at) or "",
+                each.id,
+            )
+            for each in checkpoints
+        ],
+    )
+
+
+@command(
+    "state",
+    panel=PANEL,
+    reads=True,
+    example="""\
+keepstep state order-81
+keepstep state order-81 --at 3
+keepstep state order-81 --at 2027-03-01T12:00""",
+)
+def state(
+    session: Session,
+    *,
+    thread: ThreadName,
+    graph: GraphName = None,
+    at: Annotated[
+        str | None,
+        typer.Option(
+            "--at",
+            metavar="SEQ|ID|TIME",
+            help="At a checkpoint (its seq or id), or at a time (ISO 8601; of this machine's zone when it names none).",
+        ),
+    ] = None,
+) -> None:
+    """Print a thread's state: now, or as it was.
+
+    With --json, what JSON cannot carry exactly is tagged: {"$": "int", "v": "9007199254740993"}.
+    """
+    moment = None if at is None else _moment(at)
+    with session.reader() as reader:
+        found = reader.get(thread, graph=graph)
+        values = reader.state(found.id, at=moment)
+    if session.as_json:
+        session.output.document({"thread": found.name, "thread_id": found.id, "at": at, "state": values})
+    else:
+        session.output.state(values, lines_max=1_000_000)
+
+
+def _moment(text: str) -> int | str | datetime:
+    if text.isascii() and text.isdigit() and len(text) < 10:  # noqa: PLR2004  no thread has more checkpoints
+        return int(text)
+    try:
+        moment = datetime.fromisoformat(text)
+    except ValueError:
+        return text
+    return moment if moment.tzinfo is not None else moment.astimezone()

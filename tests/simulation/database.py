@@ -1,0 +1,201 @@
+"""The database of a simulation: the real store on SQLite in memory, watched at every transaction.
+
+Before a transaction begins and after it has ended, the code that runs it may be stopped, killed, or told that the
+connection died, before or after the commit landed. What each committed transaction has changed is held against the
+rules that no schedule may break.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import functools
+from collections.abc import Callable, Iterator, Mapping
+from typing import TYPE_CHECKING, Any, TypeVar
+
+from sqlalchemy import make_url
+
+from keepstep.errors import DatabaseUnavailable
+from keepstep.store import effects, leases, migrate
+from keepstep.store.engine import Store, Transaction
+from keepstep.store.statements import Row, Statement
+from keepstep.store.status import TRANSITIONS
+
+if TYPE_CHECKING:
+    from tests.simulation.world import World
+
+T = TypeVar("T")
+
+_CLAIMS = (leases._CLAIM_THREAD, leases._CLAIM_NODE)
+_UNFENCED = (*_CLAIMS, effects._END)
+"""What an attempt may write without holding a lease: it acquires one, or it says what came of an effect."""
+_UNAVAILABLE_SECONDS = 0.2
+
+
+@functools.cache
+def template() -> bytes:
+    """Return an empty, migrated database, as a file's bytes."""
+    store = Store.open("sqlite://")
+    migrate.upgrade(store)
+    data: bytes = _connection_of(store).serialize()
+    store.dispose()
+    return data
+
+
+def _connection_of(store: Store) -> Any:
+    return store.engine.raw_connection().driver_connection
+
+
+class WatchedTransaction(Transaction):
+    """A transaction that remembers what it wrote, and whether its lease was there when it began to."""
+
+    def __init__(self, store: SimulatedStore, cursor: Any) -> None:
+        super().__init__(store, cursor)
+        self._world = store.world
+        self.wrote: list[Statement] = []
+        self.held: bool | None = None
+
+    def rows(self, statement: Statement, params: Mapping[str, Any]) -> list[Row]:
+        """Run a statement and return its rows."""
+        self._watch(statement)
+        return super().rows(statement, params)
+
+    def run(self, statement: Statement, params: Mapping[str, Any]) -> int:
+        """Run a statement without a result; return the number of rows it touched."""
+        self._watch(statement)
+        return super().run(statement, params)
+
+    def _watch(self, statement: Statement) -> None:
+        if statement.prepared(self._dialect)[0].startswith("SELECT"):
+            return
+        if self.held is None and self._world.attempt is not None:
+            self.held = self._holds(self._world.attempt.nonces)
+        self.wrote.append(statement)
+
+    def _holds(self, nonces: list[str]) -> bool:
+        connection = self.cursor.connection
+        for table in ("keepstep_thread", "keepstep_node_run"):
+            for nonce in nonces:
+                if connection.execute(f"SELECT 1 FROM {table} WHERE lease_nonce = ?", (nonce,)).fetchone():
+                    return True
+        return False
+
+
+class SimulatedStore(Store):
+    """The store of all workers of a world."""
+
+    def __init__(self, world: World) -> None:
+        super().__init__(make_url("sqlite://"), pool_size=1, clock=world.database_time)
+        self.world = world
+        self.raw = _connection_of(self)
+        self.raw.deserialize(template())
+        self.inside = False
+        self.threads: dict[str, tuple[Any, ...]] = {}
+        """Each thread as the last commit left it: name, status, seq, version."""
+        self.results: dict[str, int] = {}
+        """Serial number of the commit that recorded an effect's result, by idempotency key."""
+        self.serial = 0
+
+    @contextlib.contextmanager
+    def transaction(self) -> Iterator[Transaction]:
+        """Run several statements as one transaction, between two moments at which anything may happen."""
+        self.world.boundary("transaction begins")
+        if self.world.database_fails("before"):
+            raise DatabaseUnavailable
+        before = self.raw.total_changes
+        with super().transaction() as plain:
+            self.inside = True
+            watched = WatchedTransaction(self, plain.cursor)
+            try:
+                yield watched
+                if self.world.database_fails("instead of the commit"):
+                    raise DatabaseUnavailable
+            finally:
+                self.inside = False
+        if self.raw.total_changes != before:
+            self.serial += 1
+            self._check(watched)
+        if self.world.database_fails("after the commit"):
+            raise DatabaseUnavailable
+        self.world.boundary("transaction ended")
+
+    def patiently(self, action: Callable[[], T], *, seconds: float = 60.0) -> T:
+        """Run `action` again while the database is unavailable, in the world's time."""
+        deadline = self.world.monotonic() + seconds
+        while True:
+            try:
+                return action()
+            except DatabaseUnavailable:
+                if self.world.monotonic() >= deadline:
+                    raise
+                self.world.sleep(_UNAVAILABLE_SECONDS)
+
+    def query(self, statement: str, *values: Any) -> list[tuple[Any, ...]]:
+        """Look at the database from outside the world."""
+        found: list[tuple[Any, ...]] = self.raw.execute(statement, values).fetchall()
+        return found
+
+    # --- after each commit ------------------------------------------------------------------------------------------
+
+    def _check(self, transaction: WatchedTransaction) -> None:
+        world = self.world
+        if world.attempt is not None and transaction.held is False:
+            foreign = [each for each in transaction.wrote if each not in _UNFENCED]
+            world.require(not foreign, "a stale owner wrote", lambda: foreign[0].prepared(self.engine.dialect)[0][:200])
+        if effects._BEGIN in transaction.wrote or effects._END in transaction.wrote:
+            done = "SELECT step || '/' || run || '/' || call, state FROM keepstep_effect"
+            for key, state in self.query(done):
+                if state == effects.DONE:
+                    self.results.setdefault(key, self.serial)
+                else:
+                    world.require(key not in self.results, "a recorded result was lost", key)
+        rows = self.query(
+            "SELECT id, name, status, seq, version, branch, fanned, pending, lease_nonce, lease_worker FROM keepstep_thread"
+        )
+        for row in rows:
+            self._check_thread(row)
+
+    def _check_thread(self, row: tuple[Any, ...]) -> None:
+        require = self.world.require
+        thread_id, name, status, seq, version, branch, fanned, pending, nonce, worker = row
+        before = self.threads.get(thread_id)
+        after = (name, status, seq, version)
+        if before == after and not fanned:
+            return
+        self.threads[thread_id] = after
+        if before is not None:
+            allowed = status == before[1] or status in TRANSITIONS[before[1]]
+            require(allowed, "a transition of no table", f"{name}: {before[1]} -> {status}")
+            require(seq in {before[2], before[2] + 1}, "the head jumped", f"{name}: {before[2]} -> {seq}")
+            require(version >= before[3], "the version went back", f"{name}: {before[3]} -> {version}")
+        require((nonce is None) == (worker is None), "half a lease", name)
+        if status == "waiting" and not fanned:
+            self._require_wait(thread_id, seq + 1, None, name)
+        if fanned and status != "cancelled":
+            self._check_fan(thread_id, branch, seq + 1, status, fanned, pending, name)
+
+    def _check_fan(
+        self, thread_id: str, branch: int, seq: int, status: str, fanned: int, pending: int, name: str
+    ) -> None:
+        runs = self.query(
+            "SELECT run, status FROM keepstep_node_run WHERE thread_id = ? AND branch = ? AND seq = ?",
+            thread_id,
+            branch,
+            seq,
+        )
+        under_way = [run for run, state in runs if state in {"ready", "waiting"}]
+        detail = f"{name}: pending {pending}, {runs}"
+        self.world.require(len(runs) == fanned, "a node run has no row", detail)
+        self.world.require(pending == len(under_way), "the count of pending node runs is wrong", detail)
+        self.world.require((status == "waiting") == (pending > 0), "the join is too early or too late", detail)
+        for run, state in runs:
+            if state == "waiting":
+                self._require_wait(thread_id, seq, run, name)
+
+    def _require_wait(self, thread_id: str, seq: int, run: str | None, name: str) -> None:
+        found = self.query(
+            "SELECT 1 FROM keepstep_wait WHERE thread_id = ? AND seq = ? AND run = coalesce(?, run) AND status = 'open'",
+            thread_id,
+            seq,
+            run,
+        )
+        self.world.require(bool(found), "parked on nothing", f"{name} {run or ''}")

@@ -140,13 +140,21 @@ def _connect_arguments(url: str) -> dict[str, Any]:
 
 
 def connection(url: str, *, commands: bool, queue: str = "keepstep", timeout_seconds: float = 5.0) -> kombu.Connection:
-    """Return a connection to the broker at `url`, not yet opened; arguments as of `transport_options`."""
-    return kombu.Connection(
-        url,
-        transport_options=transport_options(url, commands=commands, queue=queue, timeout_seconds=timeout_seconds),
-        connect_timeout=timeout_seconds,
-        **_connect_arguments(url),
-    )
+    """Return a connection to the broker at `url`, not yet opened; arguments as of `transport_options`.
+
+    Raises `InvalidSettings` for a URL that cannot be read.
+    """
+    options = transport_options(url, commands=commands, queue=queue, timeout_seconds=timeout_seconds)
+    try:
+        return kombu.Connection(
+            url, transport_options=options, connect_timeout=timeout_seconds, **_connect_arguments(url)
+        )
+    except ValueError:
+        # What could not be read may be a part of the password, and the parser's words quote it.
+        message = (
+            "broker: the URL cannot be read; signs like @, : and / in a user or password are written %40, %3A, %2F"
+        )
+        raise InvalidSettings(message) from None
 
 
 def celery_settings(url: str, *, queue: str = "keepstep", timeout_seconds: float = 5.0) -> dict[str, Any]:

@@ -247,6 +247,7 @@ def _decide(runtime: Runtime, transaction: Transaction, message: DecideMessage) 
     _check_decidable(transaction, found, earlier, message)
     question = view(found.question)
     _check_verdict(found, question, message)
+    _check_agreement(found, earlier, message)
     waits.record_decision(transaction, found.id, found.tenant, decision)
     status = _closes(found, earlier, message)
     nudge = None if status is None else waits.close_approval(transaction, found.id, status, decision.payload)
@@ -287,6 +288,17 @@ def _check_verdict(found: ApprovalState, question: Any, message: DecideMessage) 
             path = "".join(f"[{part}]" if isinstance(part, int) else f".{part}" for part in problem.absolute_path)
             text = f"$.answer{path}: does not fit the question's schema ({problem.validator})"
             raise StateError(text)
+
+
+def _check_agreement(found: ApprovalState, earlier: list[DecisionState], message: DecideMessage) -> None:
+    """Refuse an approval of other arguments than those before it: a quorum is of people who approve the same thing."""
+    if message.verdict != "approve" or not earlier:
+        return
+    wanted = json.dumps(message.arguments, sort_keys=True)
+    for each in earlier:
+        if each.verdict == "approve" and json.dumps(view(each.payload)["arguments"], sort_keys=True) != wanted:
+            text = f"{each.by} has approved other arguments of approval {found.id!r}: approve the same or reject"
+            raise Conflict(text)
 
 
 def _closes(found: ApprovalState, earlier: list[DecisionState], message: DecideMessage) -> str | None:

@@ -64,6 +64,8 @@ class Attempt:
     published: Callable[[], int] = lambda: 0
     """How many events earlier attempts of this node run, which parked, have published."""
     drawn: int = 0
+    acting: set[asyncio.Future[None]] = field(default_factory=set)
+    """The effects of an async node that are under way."""
 
 
 @effect(idempotent=True, name="keepstep.now")
@@ -276,6 +278,17 @@ class AsyncContext(_Facts):
         self, fn: Callable[..., R | Awaitable[R]], /, *args: Any, key: str | None = None, **kwargs: Any
     ) -> R:
         """Call a function or coroutine function that reaches outside, once; see `Context.effect`."""
+        ended: asyncio.Future[None] = asyncio.get_running_loop().create_future()
+        self._attempt.acting.add(ended)
+        try:
+            return await self._performed(fn, args, kwargs, key)
+        finally:
+            self._attempt.acting.discard(ended)
+            ended.set_result(None)
+
+    async def _performed(
+        self, fn: Callable[..., R | Awaitable[R]], args: tuple[Any, ...], kwargs: dict[str, Any], key: str | None
+    ) -> R:
         journal = self._attempt.journal
         begun: Recorded | Call = await asyncio.to_thread(journal.begin, fn, args, kwargs, key)
         if isinstance(begun, Recorded):

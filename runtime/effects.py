@@ -9,6 +9,7 @@ without a result whose owner is gone blocks the thread, because nobody here know
 from __future__ import annotations
 
 import contextlib
+import dataclasses
 import functools
 import hashlib
 import inspect
@@ -19,7 +20,7 @@ from dataclasses import dataclass
 from typing import Any, ParamSpec, TypeVar, overload
 
 from keepstep.crashpoints import reach
-from keepstep.errors import Diverged, EffectConflict, EffectUnknown, InvalidInput, NodeTimeout
+from keepstep.errors import Diverged, EffectConflict, EffectUnknown, InvalidInput, NodeTimeout, StepError
 from keepstep.ids import checked_name
 from keepstep.runtime.codec import Codec
 from keepstep.runtime.outcome import described, error_text
@@ -166,6 +167,7 @@ class Journal:
         self._asked: set[str] = set()
         self._under_way: set[str] = set()
         self._occurrences: dict[str, int] = {}
+        self._closed = False
         self._lock = threading.RLock()
 
     # --- performing -------------------------------------------------------------------------------------------------
@@ -179,7 +181,21 @@ class Journal:
         digest = hashlib.blake2b(
             codec.encode(_by_name(function, arguments, named), path=f"${declared.name}"), digest_size=16
         ).digest()
-        call = self._call_id(declared, digest, key)
+        call = self._reserved(declared, digest, key)
+        begun: Recorded | Call | None = None
+        try:
+            begun = self._begun(call, declared, digest, codec, key)
+        finally:
+            if not isinstance(begun, Call):
+                with self._lock:
+                    self._under_way.discard(call)
+        if isinstance(begun, Recorded) or not _wants_key(function):
+            return begun
+        return dataclasses.replace(begun, extra={"idempotency_key": f"{self._step}/{self._run}/{call}"})
+
+    def _begun(
+        self, call: str, declared: EffectDeclaration, digest: bytes, codec: Codec, key: str | None
+    ) -> Recorded | Call:
         found = self._known().get(call)
         if found is not None and found.state == journal.DONE:
             self._same_call(found, declared, digest, key)
@@ -208,10 +224,7 @@ class Journal:
                 )
             )
             reach("after_intent", call)
-        with self._lock:
-            self._under_way.add(call)
-        extra = {"idempotency_key": f"{self._step}/{self._run}/{call}"} if _wants_key(function) else {}
-        return Call(place, declared, digest, codec, extra)
+        return Call(place, declared, digest, codec, {})
 
     def succeed(self, call: Call, result: object) -> Any:
         """Record an effect's result and return it.
@@ -257,6 +270,11 @@ class Journal:
             )
         self._ended(call, journal.FAILED, None)
 
+    def close(self) -> None:
+        """Begin nothing more: the node has ended, and whatever it left running must not act beside the next attempt."""
+        with self._lock:
+            self._closed = True
+
     def check_course(self, *, before: str) -> None:
         """Raise `Diverged` when an earlier attempt did something at risk that this one has not asked for again.
 
@@ -285,8 +303,12 @@ class Journal:
                 self._found = {state.call: state for state in states}
             return self._found
 
-    def _call_id(self, declared: EffectDeclaration, digest: bytes, key: str | None) -> str:
+    def _reserved(self, declared: EffectDeclaration, digest: bytes, key: str | None) -> str:
+        """Return a call's id, under way from now on: two that begin at once must not take each other for the past."""
         with self._lock:
+            if self._closed:
+                message = f"effect {declared.name!r} was asked for when the node had ended; nothing was called"
+                raise StepError(message)
             if key is not None:
                 call = f"{declared.name}:{checked_name('an effect key', key)}"
                 if call in self._under_way:
@@ -304,6 +326,7 @@ class Journal:
                 self._occurrences[base] = occurrence + 1
                 call = f"{base}:{occurrence}"
             self._asked.add(call)
+            self._under_way.add(call)
             return call
 
     def _ended(self, call: Call, state: str, result: bytes | None) -> None:

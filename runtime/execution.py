@@ -197,12 +197,15 @@ def _called(node: Node, given: object, attempt: Attempt, timeout: float) -> obje
         message = f"node {node.name!r} has no function"
         raise TypeError(message)
     if not node.is_async:
-        with alarm(timeout):
-            return function(given, Context(attempt))
-    return _event_loop().run(_in_time(function(given, AsyncContext(attempt)), timeout))
+        try:
+            with alarm(timeout):
+                return function(given, Context(attempt))
+        finally:
+            attempt.journal.close()
+    return _event_loop().run(_in_time(function(given, AsyncContext(attempt)), timeout, attempt))
 
 
-async def _in_time(body: Any, seconds: float) -> object:
+async def _in_time(body: Any, seconds: float, attempt: Attempt) -> object:
     limit = asyncio.timeout(seconds)
     try:
         async with limit:
@@ -213,6 +216,11 @@ async def _in_time(body: Any, seconds: float) -> object:
         raise
     except BaseExceptionGroup as group:
         raise ungrouped(group) from group
+    finally:
+        attempt.journal.close()
+        # What was begun beside the node's last line ends with it: two attempts never act at once.
+        while attempt.acting:
+            await asyncio.wait(attempt.acting)
 
 
 def _event_loop() -> asyncio.Runner:

@@ -134,7 +134,8 @@ class WaitBook:
             approved=answer["verdict"] == "approve",
             verdict=answer["verdict"],
             arguments=question.arguments if edited is None else fitted(question.arguments, edited),
-            answer=_typed(question.schema, answer.get("answer")),
+            # A question that was refused has no answer to be fitted.
+            answer=_typed(question.schema, answer["answer"]) if answer["verdict"] == "answer" else None,
             by=answer.get("by"),
             comment=answer.get("comment"),
         )

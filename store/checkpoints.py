@@ -10,7 +10,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass, field
 from typing import Any, NamedTuple
 
-from sqlalchemy import Integer, LargeBinary, and_, case, cast, delete, func, insert, select, update
+from sqlalchemy import BigInteger, Integer, LargeBinary, and_, case, cast, delete, func, insert, select, update
 from sqlalchemy.sql.base import Executable
 
 from keepstep.crashpoints import armed, reach
@@ -24,6 +24,7 @@ from keepstep.store.leases import (
     fence_params,
     fenced,
 )
+from keepstep.store.routines import Routine
 from keepstep.store.schema import DONE, QUEUED, READY, RUNNING, checkpoint, event, run, signal, thread, wait
 from keepstep.store.statements import Statement, db_now, param
 
@@ -109,7 +110,8 @@ def _head_update() -> Any:
             failures=0,
             deaths=0,
             last_death=None,
-            next_nudge_at=db_now() + param("nudge_seconds"),
+            # In whole seconds: an update that leaves every indexed column as it was costs PostgreSQL no index entry.
+            next_nudge_at=cast(db_now() + param("nudge_seconds"), BigInteger),
             nudges=0,
             fanned=0,
             pending=0,
@@ -145,7 +147,18 @@ def _commit(dialect: str) -> Executable:
     return select(*(moved.c[name] for name in Committed._fields), moved.c.branch).add_cte(written)
 
 
-_COMMIT = Statement(_commit)
+_COMMIT = Routine(
+    "commit",
+    _commit,
+    {
+        **dict.fromkeys(("f_thread", "f_nonce", "status", "error"), "text"),
+        **dict.fromkeys(("id", "parent_id", "tenant", "run_id", "kind"), "text"),
+        **dict.fromkeys(("change", "snapshot", "cursor", "meta", "digest", "parent_digest"), "bytea"),
+        **dict.fromkeys(("seq", "run_steps", "step_limit", "keep_lease", "begins"), "integer"),
+        **dict.fromkeys(("lease_seconds", "nudge_seconds"), "double precision"),
+    },
+)
+ROUTINES = (_COMMIT,)
 _INSERT_CHECKPOINT = Statement(
     lambda _dialect: insert(checkpoint).values(
         thread_id=param("thread_id"),

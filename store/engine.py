@@ -21,11 +21,11 @@ import structlog
 from sqlalchemy import create_engine, event, make_url
 from sqlalchemy.engine import URL
 from sqlalchemy.exc import ArgumentError, DBAPIError, SQLAlchemyError
-from sqlalchemy.exc import TimeoutError as PoolTimeout
-from sqlalchemy.pool import StaticPool
+from sqlalchemy.pool import NullPool, StaticPool
 from tenacity import Retrying, retry_if_exception_type, stop_after_delay, wait_random_exponential
 
 from keepstep.errors import DatabaseUnavailable, DuplicateRow, InvalidSettings
+from keepstep.store.pool import Pool, PoolExhausted
 from keepstep.store.statements import Row, Statement
 
 T = TypeVar("T")
@@ -86,9 +86,7 @@ class Store:
         self._turn: contextlib.AbstractContextManager[Any] = (
             threading.RLock() if self.in_memory else contextlib.nullcontext()
         )
-        options: dict[str, Any] = {"pool_size": pool_size, "max_overflow": pool_size, "pool_timeout": 30}
-        if self.in_memory:
-            options = {"poolclass": StaticPool}
+        options: dict[str, Any] = {"poolclass": StaticPool if self.in_memory else NullPool}
         if self.dialect == "sqlite":
             options["connect_args"] = {"isolation_level": None, "timeout": _BUSY_SECONDS, "check_same_thread": False}
         else:
@@ -97,6 +95,9 @@ class Store:
         self.engine = create_engine(url, **options)
         prepare = self._prepare_sqlite if self.dialect == "sqlite" else _prepare_postgresql
         event.listen(self.engine, "connect", prepare)
+        self._pool_size = pool_size
+        self._pool = self._new_pool()
+        self._abandoned: list[Pool] = []
 
     @classmethod
     def open(cls, url: str, *, pool_size: int = 1, clock: Callable[[], float] = time.time) -> Store:
@@ -127,8 +128,23 @@ class Store:
         # A commit that was acknowledged survives a power cut, as on PostgreSQL.
         connection.execute(f"PRAGMA synchronous={'OFF' if self.in_memory else 'FULL'}")
 
+    def _new_pool(self) -> Pool:
+        # Connections are made and prepared by SQLAlchemy, and kept here.
+        return Pool(self.engine.raw_connection, kept=self._pool_size, most=2 * self._pool_size)
+
+    @property
+    def connections_in_use(self) -> int:
+        """How many connections are held by calls that are under way."""
+        return self._pool.in_use
+
     def dispose(self, *, close: bool = True) -> None:
         """Drop all connections; `close=False` in a child leaves the parent's sockets alone after a fork."""
+        pool, self._pool = self._pool, self._new_pool()
+        if close:
+            pool.close()
+        else:
+            # Kept, not collected: what would be closed is the parent's.
+            self._abandoned.append(pool)
         self.engine.dispose(close=close)
 
     # --- running statements ----------------------------------------------------------------------------------------
@@ -138,12 +154,23 @@ class Store:
         if self.dialect == "sqlite":
             with self.transaction() as transaction:
                 return transaction.rows(statement, params)
-        with self._connection() as connection:
-            cursor = connection.cursor()
+        pool, connection = self._taken()
+        broken = False
+        try:
+            cursor = connection.dbapi_connection.cursor()
             statement.execute(cursor, self.engine.dialect, params)
             found: list[Row] = cursor.fetchall()
             cursor.close()
+        except psycopg2.Error as error:
+            broken = self._is_broken(error, connection)
+            cause = self._classified(error, broken=broken)
+            if cause is None:
+                raise
+            raise cause from error
+        else:
             return found
+        finally:
+            pool.give(connection, broken=broken)
 
     @contextlib.contextmanager
     def transaction(self) -> Iterator[Transaction]:
@@ -161,23 +188,35 @@ class Store:
             finally:
                 cursor.close()
 
+    def _taken(self) -> tuple[Pool, Any]:
+        pool = self._pool
+        try:
+            return pool, pool.take()
+        except (PoolExhausted, SQLAlchemyError, psycopg2.Error, sqlite3.Error) as error:
+            raise self._unavailable(error) from error
+
     @contextlib.contextmanager
     def _connection(self) -> Iterator[Any]:
+        pool, connection = self._taken()
+        broken = False
         try:
-            connection = self.engine.raw_connection()
-        except (SQLAlchemyError, psycopg2.Error, sqlite3.Error) as error:
-            raise self._unavailable(error) from error
-        try:
-            yield connection
+            yield connection.dbapi_connection
         except (psycopg2.Error, sqlite3.Error) as error:
-            cause = self._classified(error, connection)
+            broken = self._is_broken(error, connection)
+            cause = self._classified(error, broken=broken)
             if cause is None:
                 raise
             raise cause from error
         finally:
-            connection.close()
+            pool.give(connection, broken=broken)
 
-    def _classified(self, error: Exception, connection: Any) -> DatabaseUnavailable | DuplicateRow | None:
+    def _is_broken(self, error: Exception, connection: Any) -> bool:
+        if isinstance(error, sqlite3.Error):
+            return False
+        raw = connection.dbapi_connection
+        return bool(raw.closed) or self.engine.dialect.is_disconnect(error, raw, None)  # type: ignore[arg-type]  # DBAPI error
+
+    def _classified(self, error: Exception, *, broken: bool) -> DatabaseUnavailable | DuplicateRow | None:
         unique = isinstance(error, sqlite3.IntegrityError) and "UNIQUE" in str(error)
         if unique or getattr(error, "pgcode", None) == _UNIQUE_VIOLATION:
             return DuplicateRow()
@@ -186,17 +225,15 @@ class Store:
             return self._unavailable(error) if locked else None
         if getattr(error, "pgcode", None) in _CONTENTION:
             return self._unavailable(error)
-        closed = bool(getattr(connection.dbapi_connection, "closed", 0))
-        if closed or self.engine.dialect.is_disconnect(error, connection.dbapi_connection, None):  # type: ignore[arg-type]  # DBAPI error
-            connection.invalidate()
+        if broken:
             # What cut this connection has most likely cut its neighbours in the pool.
-            self.engine.dispose()
+            self.dispose()
             return self._unavailable(error)
         shutting_down = (getattr(error, "pgcode", None) or "")[:3] == "57P"
         return self._unavailable(error) if shutting_down else None
 
     def _unavailable(self, error: Exception) -> DatabaseUnavailable:
-        if isinstance(error, PoolTimeout):
+        if isinstance(error, PoolExhausted):
             reason = "every connection of the pool is in use"
         else:
             origin = error.orig if isinstance(error, DBAPIError) and error.orig is not None else error

@@ -18,10 +18,12 @@ from typing import Any, NamedTuple
 
 from sqlalchemy import ColumnElement, Table, and_, case, cast, exists, func, literal, or_, select, update
 from sqlalchemy import String as Text
+from sqlalchemy import Text as TextType
 from sqlalchemy.sql.base import Executable
 
 from keepstep.errors import DatabaseUnavailable, StaleLease
 from keepstep.store.engine import Store, Transaction
+from keepstep.store.routines import Routine
 from keepstep.store.schema import READY, WAITING, checkpoint, node_run, thread
 from keepstep.store.statements import Row, Statement, contains, db_now, param
 
@@ -190,7 +192,7 @@ def _claim_thread(dialect: str) -> Executable:
         return taken  # SQLite takes no data-modifying CTE: the same transaction reads the checkpoints next
     claimed = taken.cte("claimed")
     # The claim need not survive a crash of the database: the nonce is random, so losing it harms nobody.
-    hasty = select(func.set_config("synchronous_commit", "off", True).label("mode")).cte("hasty")  # noqa: FBT003  SQL
+    hasty = select(func.set_config("synchronous_commit", "off", True, type_=TextType).label("mode")).cte("hasty")  # noqa: FBT003  SQL
     held = and_(
         checkpoint.c.thread_id == claimed.c.id,
         checkpoint.c.branch == claimed.c.branch,
@@ -227,7 +229,7 @@ def _claim_node(dialect: str) -> Executable:
     if dialect != "postgresql":
         return taken
     claimed = taken.cte("claimed")
-    hasty = select(func.set_config("synchronous_commit", "off", True).label("mode")).cte("hasty")  # noqa: FBT003  SQL
+    hasty = select(func.set_config("synchronous_commit", "off", True, type_=TextType).label("mode")).cte("hasty")  # noqa: FBT003  SQL
     head = thread.alias("head")
     held = and_(
         checkpoint.c.thread_id == head.c.id,
@@ -253,8 +255,12 @@ def _claim_node(dialect: str) -> Executable:
     )
 
 
-_CLAIM_THREAD = Statement(_claim_thread)
-_CLAIM_NODE = Statement(_claim_node)
+_CLAIMS = {"nonce": "text", "worker": "text", "child": "integer", "version": "integer", "carried": "text"}
+_CLAIM_THREAD = Routine("claim_thread", _claim_thread, {"thread_id": "text", **_CLAIMS})
+_CLAIM_NODE = Routine(
+    "claim_node", _claim_node, {"thread_id": "text", "seq": "integer", "run": "text", **_CLAIMS}
+)
+ROUTINES = (_CLAIM_THREAD, _CLAIM_NODE)
 _READ_HEAD = Statement(lambda _dialect: select(*_HEAD).where(thread.c.id == param("thread_id")))
 _READ_RANGE = Statement(
     lambda _dialect: (

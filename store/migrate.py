@@ -13,7 +13,9 @@ from sqlalchemy import Connection, create_engine, inspect, text
 from sqlalchemy.exc import OperationalError
 
 from keepstep.errors import DatabaseUnavailable, SchemaMismatch
+from keepstep.store import checkpoints, leases
 from keepstep.store.engine import Store
+from keepstep.store.routines import install
 
 _VERSION_TABLE = "keepstep_schema_version"
 # Two processes that upgrade at once take turns: the second finds nothing left to do.
@@ -63,6 +65,9 @@ def upgrade(store: Store) -> SchemaState:
             if not state.is_current:
                 _refuse_newer(store, state)
                 command.upgrade(_config(connection), "head")
+                connection.commit()
+            if store.dialect == "postgresql":
+                install(connection, (*leases.ROUTINES, *checkpoints.ROUTINES))
                 connection.commit()
             return state
     except OperationalError as error:

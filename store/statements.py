@@ -92,8 +92,6 @@ class Statement:
     def execute(self, cursor: Any, dialect: Dialect, params: Mapping[str, Any]) -> None:
         """Run it on a DBAPI cursor."""
         text, order, constants = self.prepared(dialect)
-        if order is None:
-            cursor.execute(text, {**constants, **params} if constants else params)
-        else:
-            values = {**constants, **params} if constants else params
-            cursor.execute(text, tuple(values[name] for name in order))
+        # A constant is named after its column; a parameter of that name belongs to another statement of the caller's.
+        values = {**params, **constants} if constants else params
+        cursor.execute(text, values if order is None else tuple(values[name] for name in order))

@@ -20,19 +20,17 @@ NODE_TASK = "keepstep.node"
 def celery_defaults(settings: Settings) -> dict[str, Any]:
     """Return the configuration of a worker that serves these settings."""
     queue = broker.nudges_name(settings.queue)
-    connecting = broker.celery_settings(settings.broker, queue=settings.queue)
-    if broker.kind_of(settings.broker) == "file":
-        connecting["broker_transport"] = "keepstep.tasks.fileloop:Transport"
     return {
-        **connecting,
+        **broker.celery_settings(settings.broker, queue=settings.queue),
+        **_not_behind_a_long_node(settings),
         # These two win over Celery's own environment variables: one deployment has one broker, KEEPSTEP_BROKER.
         "broker_read_url": settings.broker,
         "broker_write_url": settings.broker,
         "broker_connection_retry_on_startup": True,
         "broker_connection_max_retries": None,
         "broker_pool_acquire_timeout": 5,
-        # No task is acknowledged late, so this cancels nothing; unset, Celery warns at every lost connection.
-        "worker_cancel_long_running_tasks_on_connection_loss": True,
+        # A node goes on without a broker: what it writes goes to the database.
+        "worker_cancel_long_running_tasks_on_connection_loss": False,
         "worker_enable_prefetch_count_reduction": False,
         "task_queues": [Queue(queue, exchange=Exchange(""), routing_key=queue)],
         "task_default_queue": queue,
@@ -60,3 +58,19 @@ def celery_defaults(settings: Settings) -> dict[str, Any]:
         "worker_consumer": "keepstep.tasks.consumer:NudgeConsumer",
         "enable_utc": True,
     }
+
+
+def _not_behind_a_long_node(settings: Settings) -> dict[str, Any]:
+    """Return what keeps a worker from fetching a nudge that it has no free child for.
+
+    Such a nudge would lie in the worker, behind a node of hours, while others are idle; the sweep would find its row,
+    but later. On RabbitMQ it does lie there: acknowledging late would keep it away, and end the channel of every node
+    that is longer than the broker's `consumer_timeout`.
+    """
+    kind = broker.kind_of(settings.broker)
+    if kind == "redis":
+        return {"worker_disable_prefetch": True}
+    if kind == "file":
+        # A claimed message is a file, and goes back to the queue when the worker that holds it dies.
+        return {"broker_transport": "keepstep.tasks.fileloop:Transport", "task_acks_late": True}
+    return {}

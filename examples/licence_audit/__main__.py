@@ -66,9 +66,7 @@ def _show(screen: Screen, pace: float) -> None:
     published = folder / "published"
     screen.title("A licence audit of the packages in this environment, on workers that die")
     with Deployment(folder) as deployment:
-        screen.say(
-            "starting two workers (keepstep worker examples/licence_audit/agent.py), SQLite, a broker in a folder"
-        )
+        screen.say("starting two of: keepstep worker examples/licence_audit/agent.py")
         screen.detail(f"SQLite and a file broker in {folder.relative_to(ROOT)}")
         workers = deployment.start_workers(2, concurrency=2)
         for worker in workers:
@@ -114,8 +112,10 @@ def _fan_out(screen: Screen, reader: Reader, workers: list[WorkerProcess]) -> li
         message = "the fan-out was over before the worker could be killed: give a longer --pace"
         raise ShowFailed(message)
     by_worker = fan_out.done_by()
-    each = ", ".join(f"{worker.name} {by_worker[worker.id]}" for worker in workers)
-    screen.say(f"all {fan_out.total} node runs are done: {each}")
+    each = [f"{worker.name} {by_worker[worker.id]}" for worker in workers]
+    if by_worker[""]:
+        each.append(f"too quick to be seen {by_worker['']}")
+    screen.say(f"all {fan_out.total} node runs are done: {', '.join(each)}")
     return killed
 
 
@@ -199,7 +199,7 @@ def _decide(screen: Screen, deployment: Deployment, approval: Approval) -> list[
     asked: list[str] = approval.arguments["accept"]
     accepted = [name for name in asked if str(Category.WEAK) in approval.context[name]]
     screen.say(
-        f"{_BY} decides, by a message from a process that knows the broker only: {len(accepted)} of {len(asked)} accepted"
+        f"{_BY} decides, by a message from a process that has only the broker: {len(accepted)} of {len(asked)} accepted"
     )
     comment = "Linked or used as they are, not changed."
     words = deployment.decide(approval.id, "approve", "--by", _BY, "--accept", ",".join(accepted), "--comment", comment)

@@ -4,7 +4,7 @@ It lists the distributions of its environment, fans out one node run for each, j
 asks a person about the packages that need one, and publishes the report once.
 
     keepstep worker examples/licence_audit/agent.py
-    keepstep start licence-audit my-audit '{"folder": "audit"}'
+    keepstep start licence-audit my-audit folder=audit
 """
 
 from __future__ import annotations

@@ -4,7 +4,14 @@ from __future__ import annotations
 
 import re
 from collections.abc import Iterable
-from importlib.metadata import Distribution, PackageNotFoundError, PackagePath, distribution, distributions
+from importlib.metadata import (
+    Distribution,
+    PackageMetadata,
+    PackageNotFoundError,
+    PackagePath,
+    distribution,
+    distributions,
+)
 
 from examples.licence_audit import licences
 from examples.licence_audit.licences import Evidence, LicenceFile
@@ -33,7 +40,7 @@ def evidence_of(name: str) -> Evidence:
     except PackageNotFoundError:
         return Evidence(name, "not installed")
     metadata = found.metadata
-    free_text = (metadata.get("License") or "").strip()
+    free_text = _first(metadata, "License").strip()
     files = _licence_files(found)
     if len(free_text) > _NAME_CHARACTERS_MAX or "\n" in free_text:
         files.insert(0, LicenceFile("the License field", licences.of_text(free_text)))
@@ -41,11 +48,15 @@ def evidence_of(name: str) -> Evidence:
     return Evidence(
         name,
         metadata["Version"],
-        metadata.get("License-Expression"),
+        _first(metadata, "License-Expression") or None,
         free_text if free_text.upper() not in {"", "UNKNOWN"} else None,
         [each for each in metadata.get_all("Classifier") or [] if each.startswith("License ::")],
         files,
     )
+
+
+def _first(metadata: PackageMetadata, name: str) -> str:
+    return next(iter(metadata.get_all(name) or ()), "")
 
 
 def _licence_files(found: Distribution) -> list[LicenceFile]:

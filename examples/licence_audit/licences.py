@@ -253,7 +253,7 @@ def _licences_of(parts: Sequence[Statement]) -> tuple[Licence, ...]:
 # In this order, each blanking what it matched: "Lesser General Public License" must not be read as the GPL again.
 _NAMES = [
     (r"gpl[- ]compatible", None),
-    (r"\bagpl|affero", "AGPL"),
+    (r"\bagpl|affero( general public licen[cs]e)?", "AGPL"),
     (r"\blgpl|(lesser|library)( or (lesser|library))?( general)? public", "LGPL"),
     (r"\bgpl|general public licen[cs]e", "GPL"),
     (r"\bmpl\b|mozilla public", "MPL"),

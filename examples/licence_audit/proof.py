@@ -10,6 +10,7 @@ from typing import NamedTuple
 
 from examples.licence_audit.agent import LEDGER
 from keepstep import Reader
+from keepstep.store.views import EffectView
 
 GRAPH = "licence-audit"
 
@@ -66,7 +67,7 @@ def _of_steps(reader: Reader, story: Story) -> list[Check]:
     audited = Counter(finding["v"]["package"] for finding in state["findings"])
     return [
         Check("the thread", "done", thread.status),
-        Check("checkpoints, a chain without a gap", "0-6", f"{history[0].seq}-{history[-1].seq}"),
+        Check("checkpoints, chained by digest", "0 1 2 3 4 5 6", " ".join(str(each.seq) for each in history)),
         Check(
             "node runs of the fan-out, done", str(len(packages)), str(sum(row.status == "done" for row in node_runs))
         ),
@@ -82,13 +83,11 @@ def _of_effects(reader: Reader, story: Story) -> list[Check]:
     packages = len(reader.state(story.thread, graph=GRAPH)["packages"])
     effects = reader.effects(story.thread, graph=GRAPH)
     told = {
-        name: f"{sum(each.state == 'done' for each in effects if each.name == name)} recorded, "
-        f"{sum(each.calls for each in effects if each.name == name)} calls"
-        for name in ("read_evidence", "publish_report")
+        name: _told([each for each in effects if each.name == name]) for name in ("read_evidence", "publish_report")
     }
     return [
-        Check("effect read_evidence", f"{packages} recorded, {packages} calls", told["read_evidence"]),
-        Check("effect publish_report (at risk)", "1 recorded, 1 calls", told["publish_report"]),
+        Check("effect read_evidence", f"recorded {packages}, called {packages} x", told["read_evidence"]),
+        Check("effect publish_report (at risk)", "recorded 1, called 1 x", told["publish_report"]),
         Check("effects begun without a result", "0", str(sum(each.state == "intent" for each in effects))),
     ]
 
@@ -117,6 +116,11 @@ def _outside(reader: Reader, story: Story) -> list[Check]:
             "the report's SHA-256, state and file", publication["sha256"][:16], hashlib.sha256(report).hexdigest()[:16]
         ),
     ]
+
+
+def _told(effects: list[EffectView]) -> str:
+    recorded = sum(each.state == "done" for each in effects)
+    return f"recorded {recorded}, called {sum(each.calls for each in effects)} x"
 
 
 def _few(names: list[str], most: int = 6) -> str:

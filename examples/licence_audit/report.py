@@ -49,7 +49,7 @@ def draft(findings: Sequence[Finding], *, environment: str, at: str) -> str:
     if not concerns:
         lines += ["Nothing: every licence is known and permissive.", ""]
     for finding in concerns:
-        lines += [f"### {finding.package} {finding.version}", "", f"**{_cell(finding.concern or '')}**", ""]
+        lines += [f"### {_cell(f'{finding.package} {finding.version}')}", "", f"**{_cell(finding.concern or '')}**", ""]
         lines += [f"- {_cell(each)}" for each in finding.evidence]
         lines += [""]
     rows = [

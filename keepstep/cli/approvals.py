@@ -43,7 +43,7 @@ def approvals(
     *,
     thread: Annotated[str | None, typer.Option("--thread", metavar="THREAD", help="Only this thread's.")] = None,
     graph: GraphName = None,
-    status: Annotated[Status, typer.Option("--status", help="Which ones.")] = Status.OPEN,
+    status: Annotated[Status, typer.Option("--status", metavar="|".join(Status), help="Which ones.")] = Status.OPEN,
     limit: Annotated[int, typer.Option("--limit", "-n", min=1, max=10_000, metavar="N", help="At most N.")] = 100,
 ) -> None:
     """List what waits for a person's word, the oldest first, with the commands that give it."""

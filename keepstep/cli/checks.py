@@ -45,6 +45,11 @@ def examine(session: Session) -> list[Finding]:
         return [Finding("problem", "settings", error.message, "correct the setting; nothing else can be checked")]
     findings += _settings(settings)
     found, commands_waiting = _broker(settings)
+    missing = session.missing_file()
+    if missing is not None:  # opening the store would make its folder
+        text = f"there is no database yet at {missing}"
+        findings.append(Finding("warning", "database", text, f"a worker makes it, or: {session.hint('db upgrade')}"))
+        return findings + found
     with session.store() as store:
         usable, of_database = _database(session, store)
         findings += of_database
@@ -76,16 +81,6 @@ def _settings(settings: Settings) -> Iterator[Finding]:
 
 def _database(session: Session, store: Store) -> tuple[bool, list[Finding]]:
     """Return whether the database can be asked about the deployment, and what was found."""
-    missing = session.missing_file()
-    if missing is not None:
-        return False, [
-            Finding(
-                "warning",
-                "database",
-                f"{store.shown}: there is no such file yet",
-                f"a worker makes it, or: {session.hint('db upgrade')}",
-            )
-        ]
     try:
         schema = migrate.state(store)
     except DatabaseUnavailable as error:
@@ -160,11 +155,7 @@ def _broker(settings: Settings) -> tuple[list[Finding], int]:
     """Return what was found of the broker, and how many commands wait there."""
     url = settings.broker
     shown = broker.redacted(url)
-    try:
-        kind = broker.kind_of(url)
-    except KeepstepError as error:
-        return [Finding("problem", "broker", error.message, "correct KEEPSTEP_BROKER")], 0
-    if kind == "file":
+    if url.startswith("file://"):
         folder = Path(url.removeprefix("file://"))
         if not folder.exists():
             return [Finding("ok", "broker", f"{shown}: no folder yet; the first worker or client makes it")], 0
@@ -172,7 +163,10 @@ def _broker(settings: Settings) -> tuple[list[Finding], int]:
             way_out = "let this user write there, or choose another KEEPSTEP_BROKER"
             return [Finding("problem", "broker", f"{shown}: the folder cannot be written to", way_out)], 0
     begun = time.monotonic()
-    connection = broker.connection(url, commands=True, queue=settings.queue, timeout_seconds=_BROKER_SECONDS)
+    try:
+        connection = broker.connection(url, commands=True, queue=settings.queue, timeout_seconds=_BROKER_SECONDS)
+    except KeepstepError as error:
+        return [Finding("problem", "broker", error.message, "correct KEEPSTEP_BROKER")], 0
     try:
         connection.ensure_connection(max_retries=0, timeout=_BROKER_SECONDS, reraise_as_library_errors=False)
         lengths = _lengths(connection, settings)
@@ -183,16 +177,16 @@ def _broker(settings: Settings) -> tuple[list[Finding], int]:
     finally:
         with suppress(Exception):
             connection.release()
-    waiting = ", ".join(f"{count} {name}" for name, count in lengths.items() if count is not None)
+    waiting = ", ".join(f"{name} {count}" for name, count in lengths.items() if count is not None)
     took = f"{(time.monotonic() - begun) * 1000:.0f} ms"
-    findings = [Finding("ok", "broker", f"{shown}: answers in {took}; in its queues: {waiting or 'nothing yet'}")]
+    findings = [Finding("ok", "broker", f"{shown}: answers in {took}; its queues: {waiting or 'none yet'}")]
     if lengths.get("rejected"):
         findings.append(
             Finding(
                 "warning",
                 "broker",
-                f"{lengths['rejected']} commands could not be handled by any worker",
-                f"look at them in the queue {broker.commands_name(settings.queue)}.rejected",
+                f"commands that no worker could handle: {lengths['rejected']}",
+                f"look at the queue {broker.commands_name(settings.queue)}.rejected",
             )
         )
     return findings, lengths.get("commands") or 0
@@ -259,7 +253,7 @@ def _workers(store: Store, commands_waiting: int) -> Iterator[Finding]:
     if live:
         return
     if commands_waiting:
-        text = f"none is alive, and {commands_waiting} commands wait for one"
+        text = f"none is alive; commands that wait for one: {commands_waiting}"
         yield Finding("problem", "workers", text, "keepstep worker MODULE")
     else:
         yield Finding("warning", "workers", "none is alive", "keepstep worker MODULE")

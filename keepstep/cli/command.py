@@ -45,7 +45,7 @@ Tenant = Annotated[
         help="The tenant whose threads are meant. Else KEEPSTEP_TENANT, else default.",
     ),
 ]
-_Json = Annotated[
+Json = Annotated[
     bool,
     typer.Option("--json", rich_help_panel="Output", help="Print one JSON document, for programs."),
 ]
@@ -87,6 +87,7 @@ def command(
     reads: bool = False,
     sends: bool = False,
     has_tenant: bool = True,
+    has_json: bool = True,
     group: typer.Typer = app,
 ) -> Callable[[_F], _F]:
     """Make a command of a function `(session, *, …)`; its docstring is the help, `example` stands below it.
@@ -103,7 +104,8 @@ def command(
     if sends:
         shared.append(_parameter("confirm", _Confirm, default=True))
         shared.append(_parameter("confirm_seconds", _ConfirmSeconds, CONFIRM_SECONDS))
-    shared.append(_parameter("as_json", _Json, default=False))
+    if has_json:
+        shared.append(_parameter("as_json", Json, default=False))
 
     def decorate(function: _F) -> _F:
         hints = get_type_hints(function, include_extras=True)
@@ -123,7 +125,7 @@ def command(
                 raise OutputClosed from error
 
         parameters = [context, *own, *shared]
-        run.__signature__ = inspect.Signature(parameters)  # type: ignore[attr-defined]  typer reads it
+        run.__signature__ = inspect.Signature(parameters)  # type: ignore[attr-defined]  # typer reads it
         run.__annotations__ = {parameter.name: parameter.annotation for parameter in parameters}
         help_text = _unwrapped(function.__doc__ or "")
         group.command(

@@ -71,7 +71,7 @@ class Output:
             table.add_column(column, overflow="fold", no_wrap=index < len(columns) - 1)
         for row in rows:
             table.add_row(*(visible(cell) if isinstance(cell, str) else cell for cell in row))
-        self.console.print(table)
+        self._print(table)
 
     def facts(self, facts: Mapping[str, str | Text | None]) -> None:
         """Print names and values below each other; those without a value are left out."""
@@ -81,7 +81,17 @@ class Output:
         for name, value in facts.items():
             if value not in (None, ""):
                 table.add_row(name, visible(value) if isinstance(value, str) else value)
-        self.console.print(table)
+        self._print(table)
+
+    def _print(self, table: Table) -> None:
+        if self.console.is_terminal:
+            self.console.print(table)
+            return
+        with self.console.capture() as captured:
+            self.console.print(table)
+        # Rich fills each line up to the table's width.
+        lines = "".join(f"{line.rstrip()}\n" for line in captured.get().splitlines())
+        self.console.file.write(lines)
 
     def heading(self, text: str) -> None:
         """Print the head of a part."""

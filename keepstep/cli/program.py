@@ -8,6 +8,7 @@ from __future__ import annotations
 import os
 import re
 import sys
+import traceback
 from collections.abc import Sequence
 from io import TextIOWrapper
 from typing import Annotated
@@ -17,7 +18,7 @@ from typer.main import get_command
 
 from keepstep import __version__
 from keepstep.cli import approvals, control, doctor, schema, start, threads, worker
-from keepstep.cli.command import Broker, Database, Tenant, app
+from keepstep.cli.command import Broker, Database, Json, Tenant, app
 from keepstep.cli.session import OutputClosed, Session
 from keepstep.errors import InvalidInput, KeepstepError
 
@@ -37,7 +38,8 @@ _COMMANDS = {
 }
 _ORDER = [name for names in _COMMANDS.values() for name in names]
 app.registered_commands.sort(key=lambda each: _ORDER.index(each.name or ""))
-_CREDENTIALS = re.compile(r"(?<=://)[^/@\s]+@")
+# To the last `@`: a password with an `@` or a `/` in it, which should have been quoted, must not show either.
+_PASSWORD = re.compile(r"(?<=://)([^/@\s:]*):\S*@")
 
 
 def _print_version(wanted: bool) -> None:  # noqa: FBT001  typer's signature
@@ -49,9 +51,11 @@ def _print_version(wanted: bool) -> None:  # noqa: FBT001  typer's signature
 @app.callback()
 def _root(
     context: typer.Context,
+    *,
     database: Database = None,
     broker: Broker = None,
     tenant: Tenant = None,
+    as_json: Json = False,
     version: Annotated[  # noqa: ARG001  its callback does it
         bool, typer.Option("--version", callback=_print_version, is_eager=True, help="Print the version and exit.")
     ] = False,
@@ -60,7 +64,7 @@ def _root(
 
     Settings come from options, else KEEPSTEP_… in the environment, else keepstep.toml; the defaults need no server.
     """
-    context.obj = Session(database=database, broker=broker, tenant=tenant)
+    context.obj = Session(database=database, broker=broker, tenant=tenant, as_json=as_json)
 
 
 def run(arguments: Sequence[str]) -> int:
@@ -82,6 +86,8 @@ def run(arguments: Sequence[str]) -> int:
         return EXIT_OUTPUT_CLOSED
     except (KeyboardInterrupt, typer.Abort):
         return EXIT_INTERRUPTED
+    except Exception as error:  # noqa: BLE001  the last resort: without frames' variables and without passwords
+        return _unexpected(error, as_json=as_json)
     except SystemExit as error:  # of a help text that nobody reads to its end
         return error.code if isinstance(error.code, int) else EXIT_FAILED
     return code if isinstance(code, int) else 0
@@ -90,8 +96,19 @@ def run(arguments: Sequence[str]) -> int:
 def _failed(error: KeepstepError, *, as_json: bool) -> int:
     from keepstep.cli.output import print_error
 
-    print_error(error.code, _CREDENTIALS.sub("***@", error.message), as_json=as_json)
+    print_error(error.code, _PASSWORD.sub(r"\1:***@", error.message), as_json=as_json)
     return EXIT_WRONG_CALL if isinstance(error, InvalidInput) else EXIT_FAILED
+
+
+def _unexpected(error: Exception, *, as_json: bool) -> int:
+    """Say where our own mistake is."""
+    from keepstep.cli.output import console, print_error, visible
+
+    frames = traceback.format_list(traceback.extract_tb(error.__traceback__)[-5:])
+    console(to_errors=True).print(visible("".join(frames)), style="dim", end="", soft_wrap=True)
+    text = _PASSWORD.sub(r"\1:***@", f"unexpected {type(error).__name__}: {error}")
+    print_error("internal", text, as_json=as_json)
+    return EXIT_FAILED
 
 
 def _wrong_call(error: typer.TyperException, *, as_json: bool) -> int:

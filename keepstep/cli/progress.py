@@ -57,6 +57,8 @@ class Look:
     """Of the step that is fanned out: node → status → count."""
     approvals: list[Approval]
     waits: list[str]
+    seconds: float | None
+    """From its acceptance to its end."""
     idle: bool
     """It has been due for some time and no worker has taken it."""
 
@@ -101,6 +103,7 @@ class Follower:
             self._node_runs(thread) if present and thread.row.fanned else {},
             approvals,
             self._waits(approvals) if present and thread.status == "waiting" else [],
+            None if run.ended_at is None else run.ended_at - run.created_at,
             self._is_idle(thread),
         )
 
@@ -174,7 +177,7 @@ def follow(
                 pause = min(pause, max(0.0, begun + timeout - time.monotonic()))
             time.sleep(pause)
     ending = Ending(look.status, look.ended, follower.own_seq, look.steps, look.error, look.approvals)
-    display.close(ending, time.monotonic() - begun)
+    display.close(ending, look.seconds or time.monotonic() - begun)
     return ending
 
 
@@ -250,8 +253,8 @@ class Lines(Silent):
     def close(self, ending: Ending, seconds: float) -> None:
         """Print how it ended."""
         steps = f"{ending.steps} step{'' if ending.steps == 1 else 's'}"
-        label = ending.status if ending.ended else "not ended"
-        text = f"after {steps} and {duration(seconds)}" + ("" if ending.ended else f": it is {ending.status}")
+        label = ending.status if ending.ended else "going on"
+        text = f"after {steps} and {duration(seconds)}" + ("" if ending.ended else f" it is {ending.status}")
         if ending.error:
             where = f"{ending.error.get('run') or ending.error['node']}: " if ending.error.get("node") else ""
             text += f": {where}{ending.error.get('message')} [{ending.error.get('code')}]"
@@ -261,8 +264,8 @@ class Lines(Silent):
         if checkpoint.kind == "input":
             return
         ran = records.counted(node["run"] for node in checkpoint.nodes)
-        retries = sum(max(0, node.get("starts", 1) - 1) for node in checkpoint.nodes)
-        again = f" ({retries} started again)" if retries else ""
+        failures = sum(node.get("failures", 0) for node in checkpoint.nodes)
+        again = f" (after {failures} failed attempt{'' if failures == 1 else 's'})" if failures else ""
         self._line("step", f"{checkpoint.seq:<4} {ran or checkpoint.kind}{again}")
 
     def _fan_out(self, look: Look) -> None:
@@ -293,8 +296,8 @@ class Lines(Silent):
     def _line(self, label: str, text: str) -> None:
         from rich.text import Text
 
-        line = Text(f"{label:<10}", style=STATUS_STYLES.get(label, "bold" if label == "asks" else "dim"))
-        line.append(visible(text), style="none")
+        style = STATUS_STYLES.get(label, "bold" if label == "asks" else "dim")
+        line = Text.assemble((f"{label:<10}", style), visible(text))
         self.console.print(line, soft_wrap=True)
 
 
@@ -304,7 +307,9 @@ class Live(Lines):
     def __init__(self, session: Session, title: str) -> None:
         super().__init__(session, title)
         from rich.live import Live as RichLive
+        from rich.spinner import Spinner
 
+        self._spinner = Spinner("dots")
         self._live = RichLive(console=self.console, transient=True, refresh_per_second=8)
         self._begun = time.monotonic()
 
@@ -328,19 +333,19 @@ class Live(Lines):
 
     def _standing(self, look: Look) -> RenderableType:
         from rich.console import Group
-        from rich.spinner import Spinner
         from rich.text import Text
 
         head = Text.assemble(
             (visible(self._title), "bold"),
             "  ",
             (look.status, STATUS_STYLES.get(look.status, "")),
-            (f"  step {look.steps}, {duration(time.monotonic() - self._begun)}", "dim"),
+            (f"  {look.steps} steps, {duration(time.monotonic() - self._begun)}", "dim"),
         )
         if look.approvals:
             count = len(look.approvals)
             head.append(f"  waits for {count} decision{'' if count == 1 else 's'} (no worker is held)", style="yellow")
-        parts: list[RenderableType] = [Spinner("dots", text=head)]
+        self._spinner.update(text=head)
+        parts: list[RenderableType] = [self._spinner]
         if look.node_runs:
             parts.append(_bars(look.node_runs))
         return Group(*parts)

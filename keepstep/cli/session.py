@@ -8,7 +8,7 @@ from contextlib import contextmanager
 from dataclasses import dataclass, replace
 from functools import cached_property
 from pathlib import Path
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 from keepstep.errors import DatabaseUnavailable, KeepstepError, NotConfirmed
 
@@ -35,9 +35,12 @@ class Session:
     confirm: bool = True
     confirm_seconds: float = 10.0
 
-    def refined(self, **options: object) -> Session:
+    def refined(self, **options: Any) -> Session:
         """Return the session with what a command's own options say besides."""
-        return replace(self, **{name: value for name, value in options.items() if value is not None})  # type: ignore[arg-type]
+        given = {name: value for name, value in options.items() if value is not None}
+        if self.as_json:
+            given["as_json"] = True
+        return replace(self, **given)
 
     @cached_property
     def settings(self) -> Settings:

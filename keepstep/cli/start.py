@@ -2,6 +2,9 @@
 
 from __future__ import annotations
 
+import json
+from collections.abc import Iterator
+from contextlib import contextmanager
 from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
@@ -10,7 +13,7 @@ from keepstep.cli import values
 from keepstep.cli.command import Database, command
 from keepstep.cli.control import report
 from keepstep.cli.session import Session
-from keepstep.errors import InvalidInput
+from keepstep.errors import InvalidInput, StateError
 
 if TYPE_CHECKING:
     from keepstep.cli.progress import Ending
@@ -70,7 +73,7 @@ def start(
     value = _input(pairs or [], given, input_file)
     if wait:
         _ = session.refined(database=database).settings  # a setting that is wrong is found before anything was sent
-    with session.client() as client:
+    with session.client() as client, _typed_hint(pairs or [], value):
         receipt = client.start(
             graph,
             thread,
@@ -107,12 +110,29 @@ def _input(pairs: list[str], given: str | None, input_file: str | None) -> dict[
     return values.from_pairs(pairs)
 
 
+@contextmanager
+def _typed_hint(pairs: list[str], value: dict[str, Any]) -> Iterator[None]:
+    """Say with a refused input how KEY=VALUE was read."""
+    try:
+        yield
+    except StateError as error:
+        read = next((key for key, said in value.items() if not isinstance(said, (str, dict, list))), None)
+        if not pairs or read is None:
+            raise
+        message = f"{error.message} ({read}={json.dumps(value[read])} was read as JSON; as a text: {read}='\"…\"')"
+        raise StateError(message) from error
+
+
 def _follow(session: Session, graph: str, thread: str, reply: Any, timeout: float | None) -> None:
     from keepstep.cli import records
     from keepstep.cli.progress import follow
 
     with session.reader() as reader:
-        ending = follow(session, reader, reply.thread_id, reply.run_id, title=f"{graph}/{thread}", timeout=timeout)
+        try:
+            ending = follow(session, reader, reply.thread_id, reply.run_id, title=f"{graph}/{thread}", timeout=timeout)
+        except KeyboardInterrupt:
+            _say(f"no longer followed, but {thread} goes on; look again: {session.hint(f'show {thread}')}")
+            raise
         state = reader.state(reply.thread_id, at=ending.seq) if ending.seq >= 0 else {}
     if session.as_json:
         session.output.document(
@@ -137,13 +157,19 @@ def _follow(session: Session, graph: str, thread: str, reply: Any, timeout: floa
 
 def _explain(session: Session, thread: str, ending: Ending) -> None:
     """Say on standard error what can be done about a run that is not done."""
-    from keepstep.cli.output import console, visible
-
+    code = ending.error.get("code") if ending.error else None
+    again = f"{session.hint(f'retry {thread}')}" + (" --step-limit N" if code == "step_limit" else "")
     way_out = {
-        "failed": f"once its cause is mended: {session.hint(f'retry {thread}')}",
-        "blocked": f"look at it ({session.hint(f'show {thread}')}), then: {session.hint(f'retry {thread}')}",
+        "failed": again if code == "step_limit" else f"once its cause is mended: {again}",
+        "blocked": f"look at it ({session.hint(f'show {thread}')}), then: {again}",
         "cancelled": "",
     }
     text = way_out.get(ending.status, f"it goes on; look again: {session.hint(f'show {thread}')}")
     if text:
-        console(to_errors=True).print(visible(text), style="dim", soft_wrap=True)
+        _say(text)
+
+
+def _say(text: str) -> None:
+    from keepstep.cli.output import console, visible
+
+    console(to_errors=True).print(visible(text), style="dim", soft_wrap=True)

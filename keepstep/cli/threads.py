@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections import Counter
 from datetime import datetime
 from enum import StrEnum
 from typing import TYPE_CHECKING, Annotated, Any
@@ -16,9 +17,11 @@ if TYPE_CHECKING:
     from rich.text import Text
 
     from keepstep.runtime.reader import Reader, Thread
+    from keepstep.store.views import AuditView
 
 PANEL = "Look"
 _RECENT = 10
+_ASKING_MAX = 10_000
 
 
 class Status(StrEnum):
@@ -37,7 +40,9 @@ def threads(
     session: Session,
     *,
     graph: GraphName = None,
-    status: Annotated[Status | None, typer.Option("--status", "-s", help="Only threads of this status.")] = None,
+    status: Annotated[
+        Status | None, typer.Option("--status", "-s", metavar="|".join(Status), help="Only of this status.")
+    ] = None,
     limit: Annotated[int, typer.Option("--limit", "-n", min=1, max=10_000, metavar="N", help="At most N.")] = 50,
     before: Annotated[
         str | None, typer.Option("--before", metavar="ID", help="Only threads older than this one: the next page.")
@@ -51,7 +56,9 @@ def threads(
         found = reader.threads(
             graph=graph, status=None if status is None else status.value, limit=limit + 1, before=before
         )
+        asking = [] if session.as_json else reader.approvals(limit=_ASKING_MAX)
     page, more = found[:limit], len(found) > limit
+    asked = Counter(each.thread_id for each in asking)
     if session.as_json:
         session.output.document(
             {"threads": [records.thread(each) for each in page], "next_before": page[-1].id if more else None}
@@ -69,7 +76,7 @@ def threads(
                 status_text(each.status),
                 str(each.steps),
                 relative(each.row.updated_at),
-                note(each),
+                note(each, asked[each.id]),
             )
             for each in page
         ],
@@ -78,7 +85,7 @@ def threads(
         session.output.line(f"more: {session.hint(f'threads --before {page[-1].id}')}")
 
 
-def note(found: Thread) -> str:
+def note(found: Thread, asked: int = 0) -> str:
     """Return what else there is to say of a thread, in a few words."""
     from keepstep.cli.output import short
 
@@ -92,6 +99,8 @@ def note(found: Thread) -> str:
         parts.append(f"{done} of {found.row.fanned} node runs ended")
     elif found.running_on is not None:
         parts.append("running")
+    if asked:
+        parts.append(f"waits for {asked} decision{'' if asked == 1 else 's'}")
     if found.row.queued and found.steps:
         parts.append(f"{found.row.queued} more runs queued")
     return ", ".join(parts)
@@ -134,6 +143,7 @@ def _print(session: Session, reader: Reader, found: Thread) -> None:
     _print_node_runs(session, reader, found)
     _print_waits(session, reader, found)
     _print_effects(session, reader, found)
+    _print_events(session, reader, found)
     _print_audit(session, reader, found)
 
 
@@ -154,7 +164,7 @@ def _facts(session: Session, found: Thread) -> dict[str, str | Text | None]:
         "id": found.id,
         "status": status,
         "error": _error(found),
-        "way out": session.hint(f"retry {found.name}") if found.status in {"failed", "blocked"} else None,
+        "way out": way_out(session, found),
         "steps": f"{found.steps}" + (f" of {row.step_limit}" if row.step_limit else ""),
         "checkpoint": None if found.checkpoint is None else f"{found.checkpoint} (seq {found.seq})",
         "due": local(row.due_at) if found.status == "ready" and not found.running_on else None,
@@ -162,6 +172,14 @@ def _facts(session: Session, found: Thread) -> dict[str, str | Text | None]:
         "begun": local(row.created_at),
         "changed": local(row.updated_at),
     }
+
+
+def way_out(session: Session, found: Thread) -> str | None:
+    """Return the command that lets a thread that has stopped go on."""
+    if found.status not in {"failed", "blocked"}:
+        return None
+    limit = " --step-limit N" if (found.error or {}).get("code") == "step_limit" else ""
+    return session.hint(f"retry {found.name}{limit}")
 
 
 def _error(found: Thread) -> str | None:
@@ -179,16 +197,14 @@ def _print_runs(session: Session, reader: Reader, found: Thread) -> None:
     rows = []
     for each in runs[-_RECENT:]:
         took = duration(each.ended_at - each.started_at) if each.ended_at and each.started_at else ""
-        steps = found.steps if each.id == found.run else each.steps
-        rows.append(
-            (str(each.number), each.id, status_text(each.status), str(steps), took, local(each.created_at) or "")
-        )
+        present = each.id == found.run
+        steps = found.steps if present else each.steps
+        status = found.status if present and each.ended_at is None else each.status
+        rows.append((str(each.number), each.id, status_text(status), str(steps), took, local(each.created_at) or ""))
     session.output.table(("NO.", "RUN", "STATUS", "STEPS", "TOOK", "ACCEPTED"), rows)
 
 
 def _print_node_runs(session: Session, reader: Reader, found: Thread) -> None:
-    from collections import Counter
-
     from keepstep.cli.output import status_text
 
     if not found.row.fanned:
@@ -268,14 +284,36 @@ def _print_effects(session: Session, reader: Reader, found: Thread) -> None:
     )
 
 
+def _print_events(session: Session, reader: Reader, found: Thread) -> None:
+    from keepstep.cli.output import local, short
+
+    events = reader.events(found.id, limit=_ASKING_MAX)
+    if not events:
+        return
+    session.output.heading(f"Events ({len(events)}, the last {min(len(events), _RECENT)})")
+    session.output.table(
+        ("NODE RUN", "AT", "EVENT"),
+        [(each.node, local(each.at) or "", short(each.payload, 200)) for each in events[-_RECENT:]],
+    )
+
+
 def _print_audit(session: Session, reader: Reader, found: Thread) -> None:
     from keepstep.cli.output import local
 
     audit = reader.audit(found.id)
     session.output.heading(f"Asked for ({len(audit)}, the last {min(len(audit), _RECENT)})")
     session.output.table(
-        ("WHAT", "BY", "AT"), [(each.action, each.actor, local(each.at) or "") for each in audit[-_RECENT:]]
+        ("WHAT", "BY", "AT"), [(_asked(each), each.actor, local(each.at) or "") for each in audit[-_RECENT:]]
     )
+
+
+def _asked(found: AuditView) -> str:
+    """Return what was asked for, with what tells it apart from the next of its kind."""
+    from keepstep.cli.records import error_of
+
+    detail = error_of(found.detail) or {}
+    more = detail.get("verdict") or detail.get("name") or detail.get("reason")
+    return f"{found.action} ({more})" if more else found.action
 
 
 # --- history and state ------------------------------------------------------------------------------------------------

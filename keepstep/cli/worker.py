@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import importlib.util
+from contextlib import suppress
 from enum import StrEnum
 from pathlib import Path
 from typing import Annotated
@@ -11,7 +12,7 @@ import typer
 
 from keepstep.cli.command import Broker, command
 from keepstep.cli.session import Session
-from keepstep.errors import GraphError, InvalidInput, KeepstepError
+from keepstep.errors import DatabaseUnavailable, GraphError, KeepstepError
 
 
 class Pool(StrEnum):
@@ -36,6 +37,7 @@ class LogLevel(StrEnum):
     panel="Run",
     reads=True,
     has_tenant=False,
+    has_json=False,
     example="keepstep worker agent.py --concurrency 4",
 )
 def worker(
@@ -53,9 +55,17 @@ def worker(
         typer.Option("--concurrency", "-c", min=1, metavar="N", help="Steps at once; without it one per processor."),
     ] = None,
     pool: Annotated[
-        Pool, typer.Option("--pool", "-P", help="Processes (prefork), threads, or one step at a time in itself (solo).")
+        Pool,
+        typer.Option(
+            "--pool",
+            "-P",
+            metavar="|".join(Pool),
+            help="Processes (prefork), threads, or one step at a time in itself (solo).",
+        ),
     ] = Pool.PREFORK,
-    loglevel: Annotated[LogLevel, typer.Option("--loglevel", "-l", help="What to log.")] = LogLevel.INFO,
+    loglevel: Annotated[
+        LogLevel, typer.Option("--loglevel", "-l", metavar="|".join(LogLevel), help="What to log.")
+    ] = LogLevel.INFO,
     broker: Broker = None,
 ) -> None:
     """Run a worker, and start it again when it dies.
@@ -64,18 +74,18 @@ def worker(
     which let running steps finish; a second one does not. Its log goes to standard error, as JSON lines unless that is
     a terminal.
     """
+    from keepstep import broker as brokers
     from keepstep.settings import load
     from keepstep.tasks import worker as workers
 
-    if session.as_json:
-        message = "worker runs until it is stopped and prints no document: its log is JSON when piped"
-        raise InvalidInput(message)
     settings = load(database=session.database, broker=broker or session.broker, graphs=",".join(modules or ()) or None)
     if not settings.graphs:
         message = "name the modules or files that define your graphs: keepstep worker agent.py (or set KEEPSTEP_GRAPHS)"
         raise GraphError(message)
+    brokers.kind_of(settings.broker)
     for source in settings.graphs:
         _check_there(source)
+    _check_schema(session.refined(broker=broker))
     code = workers.main(settings, concurrency=concurrency, pool=pool.value, loglevel=loglevel.value)
     if code == 1:
         message = "the worker cannot run as it is configured: its log says why"
@@ -94,3 +104,11 @@ def _check_there(source: str) -> None:
         message = f"{source}: there is no module of that name (looked in {Path.cwd()} and on the Python path)"
     if not found:
         raise GraphError(message)
+
+
+def _check_schema(session: Session) -> None:
+    """Refuse at once a database that the worker could not work with; one that is away is waited for."""
+    from keepstep.store import migrate
+
+    with session.store() as store, suppress(DatabaseUnavailable):
+        migrate.prepare(store)

@@ -14,7 +14,7 @@ from typing import TYPE_CHECKING, Any, TypeVar
 
 from sqlalchemy import make_url
 
-from keepstep.errors import DatabaseUnavailable
+from keepstep.errors import DatabaseUnavailable, StaleLease
 from keepstep.store import effects, leases, migrate
 from keepstep.store.engine import Store, Transaction
 from keepstep.store.statements import Row, Statement
@@ -29,6 +29,14 @@ _CLAIMS = (leases._CLAIM_THREAD, leases._CLAIM_NODE)
 _UNFENCED = (*_CLAIMS, effects._END)
 """What an attempt may write without holding a lease: it acquires one, or it says what came of an effect."""
 _UNAVAILABLE_SECONDS = 0.2
+_THREADS = """
+SELECT id, name, status, seq, version, branch, fanned, pending, control, lease_nonce, lease_deadline FROM keepstep_thread
+"""
+_NODE_RUNS = """
+SELECT n.run, n.status, t.control, n.lease_nonce, n.lease_deadline
+FROM keepstep_node_run n JOIN keepstep_thread t ON t.id = n.thread_id
+WHERE n.thread_id = ? AND n.branch = ? AND n.seq = ?
+"""
 
 
 @functools.cache
@@ -91,6 +99,8 @@ class SimulatedStore(Store):
         self.inside = False
         self.threads: dict[str, tuple[Any, ...]] = {}
         """Each thread as the last commit left it: name, status, seq, version."""
+        self.leases: dict[tuple[str, str], tuple[str | None, float | None]] = {}
+        """Nonce and deadline of each thread's and node run's lease, as the last commit left them."""
         self.results: dict[str, int] = {}
         """Serial number of the commit that recorded an effect's result, by idempotency key."""
         self.serial = 0
@@ -109,11 +119,16 @@ class SimulatedStore(Store):
                 yield watched
                 if self.world.database_fails("instead of the commit"):
                     raise DatabaseUnavailable
+            except StaleLease:
+                self.world.counts["fenced off"] += 1
+                raise
             finally:
                 self.inside = False
         if self.raw.total_changes != before:
             self.serial += 1
             self._check(watched)
+        elif watched.held is False and any(each not in _UNFENCED for each in watched.wrote):
+            self.world.counts["fenced off"] += 1
         if self.world.database_fails("after the commit"):
             raise DatabaseUnavailable
         self.world.boundary("transaction ended")
@@ -138,6 +153,7 @@ class SimulatedStore(Store):
 
     def _check(self, transaction: WatchedTransaction) -> None:
         world = self.world
+        claims = any(statement in _CLAIMS for statement in transaction.wrote)
         if world.attempt is not None and transaction.held is False:
             foreign = [each for each in transaction.wrote if each not in _UNFENCED]
             world.require(not foreign, "a stale owner wrote", lambda: foreign[0].prepared(self.engine.dialect)[0][:200])
@@ -148,18 +164,33 @@ class SimulatedStore(Store):
                     self.results.setdefault(key, self.serial)
                 else:
                     world.require(key not in self.results, "a recorded result was lost", key)
-        rows = self.query(
-            "SELECT id, name, status, seq, version, branch, fanned, pending, lease_nonce, lease_worker FROM keepstep_thread"
-        )
-        for row in rows:
-            self._check_thread(row)
+        for row in self.query(_THREADS):
+            self._check_lease((row[0], ""), row[1], *row[-3:], claims=claims)
+            self._check_thread(*row[:-3])
+            if row[6]:
+                self._check_fan(*row[:-3], claims=claims)
 
-    def _check_thread(self, row: tuple[Any, ...]) -> None:
+    def _check_lease(
+        self, key: tuple[str, str], name: str, control: str, nonce: str | None, deadline: float | None, *, claims: bool
+    ) -> None:
+        before, until = self.leases.get(key, (None, None))
+        if nonce == before:
+            return
+        self.leases[key] = nonce, deadline
+        if nonce is not None:
+            detail = f"{name} {key[1]}: {nonce} after {before}"
+            self.world.require(claims, "a lease was made up", detail)
+            self.world.require(control != "pause", "a paused thread was taken", detail)
+            live = before is not None and until is not None and until > self.world.database_time()
+            self.world.require(not live, "a live lease was taken", detail)
+
+    def _check_thread(
+        self, thread_id: str, name: str, status: str, seq: int, version: int, branch: int, fanned: int, pending: int
+    ) -> None:
         require = self.world.require
-        thread_id, name, status, seq, version, branch, fanned, pending, nonce, worker = row
         before = self.threads.get(thread_id)
         after = (name, status, seq, version)
-        if before == after and not fanned:
+        if before == after:
             return
         self.threads[thread_id] = after
         if before is not None:
@@ -167,29 +198,35 @@ class SimulatedStore(Store):
             require(allowed, "a transition of no table", f"{name}: {before[1]} -> {status}")
             require(seq in {before[2], before[2] + 1}, "the head jumped", f"{name}: {before[2]} -> {seq}")
             require(version >= before[3], "the version went back", f"{name}: {before[3]} -> {version}")
-        require((nonce is None) == (worker is None), "half a lease", name)
         if status == "waiting" and not fanned:
-            self._require_wait(thread_id, seq + 1, None, name)
-        if fanned and status != "cancelled":
-            self._check_fan(thread_id, branch, seq + 1, status, fanned, pending, name)
+            self._require_wait(thread_id, seq + 1, None, f"{name} {branch} {pending}")
 
     def _check_fan(
-        self, thread_id: str, branch: int, seq: int, status: str, fanned: int, pending: int, name: str
+        self,
+        thread_id: str,
+        name: str,
+        status: str,
+        seq: int,
+        _version: int,
+        branch: int,
+        fanned: int,
+        pending: int,
+        *,
+        claims: bool,
     ) -> None:
-        runs = self.query(
-            "SELECT run, status FROM keepstep_node_run WHERE thread_id = ? AND branch = ? AND seq = ?",
-            thread_id,
-            branch,
-            seq,
-        )
-        under_way = [run for run, state in runs if state in {"ready", "waiting"}]
+        runs = self.query(_NODE_RUNS, thread_id, branch, seq + 1)
+        for run, _, *lease in runs:
+            self._check_lease((thread_id, run), name, *lease, claims=claims)
+        if status == "cancelled":
+            return
+        under_way = [run for run, state, *_ in runs if state in {"ready", "waiting"}]
         detail = f"{name}: pending {pending}, {runs}"
         self.world.require(len(runs) == fanned, "a node run has no row", detail)
         self.world.require(pending == len(under_way), "the count of pending node runs is wrong", detail)
         self.world.require((status == "waiting") == (pending > 0), "the join is too early or too late", detail)
-        for run, state in runs:
+        for run, state, *_ in runs:
             if state == "waiting":
-                self._require_wait(thread_id, seq, run, name)
+                self._require_wait(thread_id, seq + 1, run, name)
 
     def _require_wait(self, thread_id: str, seq: int, run: str | None, name: str) -> None:
         found = self.query(

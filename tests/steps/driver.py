@@ -27,8 +27,8 @@ from keepstep.store.schema import metadata
 _DEFAULTS: dict[str, dict[str, Any]] = {
     "start": {"application": "default", "request_id": None, "if_running": "queue", "step_limit": None, "input": {}},
     "decide": {"arguments": None, "answer": None, "comment": None, "by": "anna"},
-    "signal": {"graph": None, "payload": None, "key": None},
-    "control": {"graph": None, "by": None, "reason": None, "step_limit": None},
+    "signal": {"application": "default", "graph": None, "payload": None, "key": None},
+    "control": {"application": "default", "graph": None, "by": None, "reason": None, "step_limit": None},
 }
 
 

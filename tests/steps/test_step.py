@@ -426,7 +426,7 @@ def test_nudges_of_one_version_back_off(timed, clock):
 
 def test_no_connection_is_held_while_a_node_runs(deploy):
     held = []
-    d = deploy(chain("a", "b", body=lambda *_: held.append(d.worker.store.engine.pool.checkedout())))
+    d = deploy(chain("a", "b", body=lambda *_: held.append(d.worker.store.connections_in_use)))
     d.start()
     assert d.drain() == "done"
     assert held == [0, 0]
@@ -440,7 +440,7 @@ def test_no_connection_is_held_while_fanned_out_nodes_run(deploy):
     @graph.node
     def part(state, ctx):
         together.wait(20)
-        held.append(d.worker.store.engine.pool.checkedout())
+        held.append(d.worker.store.connections_in_use)
         together.wait(20)
 
     graph.route(START, lambda state: [Send("part", n) for n in range(4)], to=["part"])

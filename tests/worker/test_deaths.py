@@ -10,6 +10,7 @@ from collections import Counter
 import psutil
 import pytest
 
+import keepstep
 from tests.worker.deployment import deployed, eventually
 
 pytestmark = pytest.mark.kill
@@ -161,3 +162,41 @@ def test_a_worker_that_was_given_up_goes_on_under_its_own_id(served):
 
     assert [event["worker_id"] for event in worker.events("worker_was_given_up")] == [worker_id]
     assert served.counts("starts") == Counter({"t a": 1, "t b": 1, "t c": 1})
+
+
+STARTS = {"after_claim": 1, "before_commit": 1, "inside_commit": 2, "after_commit": 1, "after_nudge": 1}
+"""How often the first node runs; the first commit is that of the run's input, before any node."""
+
+
+@pytest.mark.parametrize("point", STARTS)
+def test_a_worker_killed_at_a_boundary_repeats_no_committed_step(deployment, point, tmp_path):
+    mark = tmp_path / "crashed"
+    # One process does everything, so that a kill leaves nobody behind who could notice it.
+    where = f"{point}@{'step' if point == 'inside_commit' else ''}"
+    first = deployment.launch(pool="solo", KEEPSTEP_CRASH_AT=where, KEEPSTEP_CRASH_MARK=str(mark))
+    with keepstep.Client(settings=deployment.settings) as client:
+        client.start("chain", "t", {})
+    assert first.process.wait(30) == -signal.SIGKILL
+    assert mark.exists()
+
+    deployment.worker(concurrency=1)
+    deployment.ended("t", seconds=60)
+
+    assert deployment.counts("starts") == Counter({"t a": STARTS[point], "t b": 1, "t c": 1})
+    assert deployment.counts("paid") == Counter({"t a": 1, "t b": 1, "t c": 1})
+
+
+def test_a_command_committed_by_a_worker_that_died_is_not_lost(deployment, tmp_path):
+    first = deployment.launch(
+        pool="solo", KEEPSTEP_CRASH_AT="after_command", KEEPSTEP_CRASH_MARK=str(tmp_path / "crashed")
+    )
+    with keepstep.Client(settings=deployment.settings) as client:
+        receipt = client.start("chain", "t", {})
+        assert first.process.wait(30) == -signal.SIGKILL
+        deployment.worker(concurrency=1)
+        deployment.ended("t", seconds=60)
+        if deployment.settings.broker.startswith("file://"):
+            # Its message comes back as soon as its consumer is dead, and is found to have been accepted.
+            assert receipt.accepted(timeout=20).duplicate is True
+
+    assert deployment.counts("starts") == Counter({"t a": 1, "t b": 1, "t c": 1})

@@ -46,6 +46,8 @@ def test_a_fan_out_is_spread_over_workers_and_joined_once(deployment):
     deployment.ended("f")
 
     assert deployment.counts("starts") == Counter({"f join": 1, **{f"f part {item}": 1 for item in range(6)}})
+    # No nudge lay behind the held node until a sweep found its row.
+    assert [worker.events("swept") for worker in workers] == [[], []]
     parts = [words for words in deployment.notes("starts") if words[1] == "part"]
     assert held_by not in {pid for *_, pid, at in parts if float(at) > float(held_at)}
     assert {pid for *_, pid, _ in parts} <= {str(pid) for worker in workers for pid in worker.children()}

@@ -235,6 +235,7 @@ def upgrade() -> None:
         ),
         sa.PrimaryKeyConstraint("id"),
         sa.UniqueConstraint("tenant", "application", "agent", "name", name="keepstep_thread_name"),
+        postgresql_with={"fillfactor": 50},
     )
     op.create_index(
         "keepstep_thread_due",

@@ -1,0 +1,171 @@
+"""Simulated workers: real runtimes, real liveness and sweeping, processes that can be stopped, killed and forgotten."""
+
+from __future__ import annotations
+
+import functools
+from collections.abc import Callable
+from typing import TYPE_CHECKING, Any
+
+from keepstep import settings
+from keepstep.runtime.compiled import CompiledGraph
+from keepstep.runtime.environment import Runtime
+from keepstep.store import workers
+from keepstep.store.leases import Owner
+from keepstep.tasks.forkgate import Gate
+from keepstep.tasks.liveness import Liveness
+from keepstep.tasks.registration import Registration
+from keepstep.tasks.sweeper import Sweeper
+from tests.simulation.agents import GRAPHS
+from tests.simulation.fibers import Fiber
+from tests.simulation.seams import SimulatedWatchdog
+
+if TYPE_CHECKING:
+    from tests.simulation.world import World
+
+SETTINGS = settings.Settings(node_timeout_seconds=30.0, timeout_grace_seconds=2.0, parallel_inline_max=2, step_limit=40)
+
+
+@functools.cache
+def carried() -> dict[tuple[str, str], CompiledGraph]:
+    """Return the graphs that every worker carries."""
+    compiled = [graph.compile() for graph in GRAPHS.values()]
+    return {(graph.name, graph.version): graph for graph in compiled}
+
+
+class Attempt:
+    """What a pool child does with one nudge."""
+
+    def __init__(self, began_at: int) -> None:
+        self.began_at = began_at
+        """Serial number of the database's last commit when it began."""
+        self.nonces: list[str] = []
+        self.overdue: tuple[float, Callable[[], None]] | None = None
+        """When the watchdog's patience ends, and what it does then."""
+
+
+class Process:
+    """A process with at most one thing under way: a pool child, or one of its worker's services."""
+
+    def __init__(self, worker: SimulatedWorker, name: str) -> None:
+        self.worker = worker
+        self.name = name
+        self.fiber: Fiber | None = None
+        self.attempt: Attempt | None = None
+        self.stopped = False
+        """Whether it is stopped by a signal, alone."""
+
+    @property
+    def runs(self) -> bool:
+        """Whether the machine gives it time."""
+        return not self.stopped and not self.worker.stopped
+
+
+class Child(Process):
+    """A pool child: runs steps under a pid of its own."""
+
+    def __init__(self, worker: SimulatedWorker, pid: int) -> None:
+        super().__init__(worker, f"{worker.id}.{pid}")
+        self.pid = pid
+        world = worker.world
+        self.runtime = Runtime(
+            store=world.store,
+            graphs=worker.graphs,
+            settings=SETTINGS,
+            owner=Owner(worker.id, pid),
+            publish=world.broker.publish,
+            end_process=lambda: world.kill_child(self),
+            watchdog=SimulatedWatchdog(world),
+            _codecs=world.codecs,
+        )
+
+
+class SimulatedWorker:
+    """A worker: a main process with its services, and pool children."""
+
+    def __init__(self, world: World, number: int, children: int) -> None:
+        self.world = world
+        self.id = f"w{number}"
+        self.graphs = world.graphs
+        self.stopped = False
+        self.alive = True
+        self.ready = False
+        self._pids = number * 100
+        self.dead: list[int] = []
+        """Pids of children that died and were not yet missed."""
+        self.commands = Process(self, f"{self.id}.commands")
+        self.sweeps = Process(self, f"{self.id}.sweeper")
+        self.reaps = Process(self, f"{self.id}.children")
+        self.registration = Registration.__new__(Registration)
+        self._fill(
+            self.registration,
+            _window_seconds=SETTINGS.liveness_window_seconds,
+            _carried=sorted(self.graphs),
+            _concurrency=children,
+            worker_id=self.id,
+        )
+        self.children: list[Child] = []
+        for _ in range(children):
+            self.fork()
+
+    @staticmethod
+    def _fill(service: object, **fields: Any) -> None:
+        for name, value in fields.items():
+            setattr(service, name, value)
+
+    @property
+    def processes(self) -> list[Process]:
+        """Everything of it that may have something under way."""
+        return [*self.children, self.commands, self.sweeps, self.reaps]
+
+    def fork(self) -> None:
+        """Add a pool child."""
+        self._pids += 1
+        self.children.append(Child(self, self._pids))
+
+    def begin(self) -> None:
+        """Register, and start the services."""
+        world = self.world
+        self.registration.register(world.store)
+        # As the services' constructors do, but with the world's store and without threads.
+        self.liveness = Liveness.__new__(Liveness)
+        now = world.monotonic()
+        self._fill(
+            self.liveness,
+            gate=Gate(),
+            _settings=SETTINGS,
+            _registration=self.registration,
+            _store=world.store,
+            _window=SETTINGS.liveness_window_seconds,
+            _steady_since=now,
+            _renewed_at=now,
+            _database_ahead=None,
+        )
+        self.sweeper = Sweeper.__new__(Sweeper)
+        self._fill(
+            self.sweeper,
+            gate=Gate(),
+            _settings=SETTINGS,
+            _carried=workers.carried_text(list(self.graphs)),
+            _worker_id=self.id,
+            _liveness=self.liveness,
+            _publish=world.broker.publish,
+            _store=world.store,
+        )
+        self.ready = True
+
+    def renew(self, *, steadily: bool) -> None:
+        """Renew once; `steadily`: as the last of many renewals, one every few seconds."""
+        if steadily:
+            self.liveness._renewed_at = self.world.monotonic() - 1.0
+        self.liveness.work()
+
+    def release(self) -> None:
+        """Miss a child that died: give its leases back, fork another."""
+        pid = self.dead[0]
+        nudges = workers.release_child(self.world.store, self.id, pid, reason="signal 9 (SIGKILL)")
+        self.dead.remove(pid)
+        self.world.broker.publish(nudges)
+
+    def leave(self) -> None:
+        """Deregister in good order."""
+        self.world.broker.publish(workers.leave(self.world.store, self.id))

@@ -1,0 +1,400 @@
+"""The program as a whole: help, errors, exit codes, secrets, what it loads."""
+
+from __future__ import annotations
+
+import contextlib
+import json
+import os
+import signal
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+from typer.main import get_command
+
+import keepstep
+from keepstep import broker, settings
+from keepstep.cli import reference
+from keepstep.cli.program import app, run
+from keepstep.runtime import commands
+from keepstep.runtime.environment import Runtime
+from keepstep.store.engine import Store
+from keepstep.store.leases import Owner
+from keepstep.tasks import messages
+
+SECRET = "s3cret/with@signs"
+
+
+def all_commands():
+    return dict(reference._commands(get_command(app), "keepstep"))
+
+
+LOOKING = {"threads", "show", "history", "state", "approvals"}
+SENDING = {"start", "approve", "reject", "answer", "signal", "pause", "resume", "cancel", "retry"}
+
+
+def program(*arguments, cwd=None, **options):
+    command = [sys.executable, "-m", "keepstep", *arguments]
+    return subprocess.run(command, cwd=cwd, capture_output=True, text=True, timeout=60, check=False, **options)
+
+
+# --- help and documentation -------------------------------------------------------------------------------------------
+
+
+def test_every_command_of_the_design_is_there():
+    assert set(all_commands()) == {f"keepstep {name}" for name in (*LOOKING, *SENDING, "worker", "doctor")} | {
+        "keepstep db upgrade",
+        "keepstep db status",
+    }
+
+
+def test_every_command_and_option_says_what_it_does():
+    for path, command in all_commands().items():
+        assert command.help, path
+        for parameter in command.params:
+            assert parameter.help, (path, parameter.name)
+            assert parameter.param_type_name == "argument" or parameter.is_flag or parameter.metavar, (
+                path,
+                parameter.name,
+            )
+
+
+def test_every_command_that_ends_can_print_json():
+    for path, command in all_commands().items():
+        options = {name for parameter in command.params for name in parameter.opts}
+        assert ("--json" in options) == (path != "keepstep worker"), path
+
+
+def test_every_example_is_a_call_that_parses():
+    for path, command in all_commands().items():
+        lines = reference.EXAMPLES[path.removeprefix("keepstep ")].splitlines()
+        assert lines, path
+        for line in lines:
+            import shlex
+
+            words = shlex.split(line)
+            assert " ".join(words)[: len(path)] == path
+            command.make_context(path, words[len(path.split()) :])
+
+
+def test_the_reference_is_current():
+    path = Path(__file__).parents[2] / "docs" / "cli.md"
+    assert path.read_text() == reference.markdown(), "run: python -m keepstep.cli.reference > docs/cli.md"
+
+
+def test_the_reference_names_every_command_and_option():
+    text = reference.markdown()
+    for path, command in all_commands().items():
+        part = text.partition(f"## {path}\n")[2].partition("\n## ")[0]
+        for parameter in command.params:
+            names = [parameter.metavar] if parameter.param_type_name == "argument" else parameter.opts
+            assert "--help" in names or any(name in part for name in names), (path, parameter.name)
+
+
+def test_help_of_every_command_shows_its_example(capsys):
+    for path in all_commands():
+        assert run([*path.split()[1:], "--help"]) == 0
+        assert "Example:" in capsys.readouterr().out, path
+
+
+def test_version(capsys):
+    assert run(["--version"]) == 0
+    assert capsys.readouterr().out == f"keepstep {keepstep.__version__}\n"
+
+
+def test_no_command_prints_the_help(capsys):
+    assert run([]) == 2
+    assert "Usage: keepstep" in capsys.readouterr().out
+
+
+# --- what is loaded ---------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize(
+    ("arguments", "forbidden"),
+    [
+        (["--help"], ["sqlalchemy", "kombu", "celery", "pydantic", "keepstep.runtime", "keepstep.store"]),
+        (["start", "--help"], ["sqlalchemy", "kombu", "celery", "alembic", "keepstep.runtime", "keepstep.store"]),
+        (["pause", "x", "--no-confirm"], ["sqlalchemy", "celery", "alembic", "keepstep.runtime", "keepstep.store"]),
+        (["approve", "x", "--no-confirm"], ["sqlalchemy", "celery", "alembic", "keepstep.runtime", "keepstep.store"]),
+    ],
+)
+def test_a_command_loads_only_what_it_needs(arguments, forbidden):
+    code = f"""
+import sys
+from keepstep.cli.program import run
+code = run({arguments!r})
+sys.stderr.write(" ".join(name for name in {forbidden!r} if name in sys.modules))
+sys.exit(code)
+"""
+    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, timeout=60, check=False)
+    assert (done.returncode, done.stderr) == (0, "")
+
+
+# --- errors -----------------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize(
+    ("arguments", "code", "said"),
+    [
+        (["nosuch"], 2, "No such command 'nosuch'"),
+        (["threds"], 2, "Did you mean"),
+        (["show"], 2, "Missing argument 'THREAD'"),
+        (["show", "x", "--nosuch"], 2, "--nosuch"),
+        (["threads", "--limit", "many"], 2, "--limit"),
+        (["threads", "--status", "finished"], 2, "'ready', 'waiting', 'blocked'"),
+        (["threads"], 1, "there is no database yet at .keepstep/keepstep.db"),
+        (["show", "x"], 1, "there is no database yet"),
+        (["db", "status"], 1, "there is no database yet"),
+        (["worker"], 2, "name the modules or files that define your graphs"),
+        (["worker", "nofile.py"], 2, "nofile.py: there is no such file"),
+        (["worker", "no.such.module"], 2, "no.such.module: there is no module of that name"),
+        (["start", "g", "t", "a"], 2, "key=value"),
+        (["start", "g", "t", "a=1", "--input", "{}"], 2, "give the input once"),
+        (["start", "g", "t", "--input", "[]"], 2, "an object is needed"),
+        (["start", "g", "t", "--timeout", "3"], 2, "--timeout belongs to --wait"),
+        (["start", "g", "t", "--wait", "--no-confirm"], 2, "exclude each other"),
+        (["start", "g", "two\nlines"], 2, "thread must be 1 to 200 printable characters"),
+        (["approve", "x", "--arguments", "1"], 2, "--arguments: an object is needed"),
+        (["start", "g", "t", "--broker", "kafka://x"], 2, "'kafka' is not a broker"),
+        (["threads", "--database", "mysql://x/y"], 2, "'mysql' is not supported"),
+        (["threads", "--database", "what is this"], 2, "not a database URL"),
+        (["pause", "t", "--broker", "redis://127.0.0.1:1", "--confirm-timeout", "0.3"], 1, "cannot be reached"),
+        (["pause", "t", "--confirm-timeout", "0.3"], 1, "no worker has accepted it within 0.3 s"),
+    ],
+)
+def test_an_error_is_one_line_and_a_document(arguments, code, said, capsys):
+    assert run(arguments) == code
+    out, err = capsys.readouterr()
+    assert out == ""
+    lines = err.splitlines()
+    assert lines[0].startswith("error: ")
+    assert said in lines[0]
+    assert lines[1:] in ([], [lines[-1]])
+    assert all(line.startswith("help: keepstep") for line in lines[1:])
+
+    if arguments[0] == "worker":
+        return
+    assert run([*arguments, "--json"]) == code
+    out, err = capsys.readouterr()
+    assert said in err
+    error = json.loads(out)["error"]
+    assert said in error["message"]
+    assert error["code"] == "usage" or issubclass(keepstep.errors.by_code(error["code"]), keepstep.errors.KeepstepError)
+
+
+def test_a_setting_that_cannot_be_is_named(monkeypatch, capsys):
+    monkeypatch.setenv("KEEPSTEP_RENEW_SECONDS", SECRET)
+    assert run(["threads"]) == 2
+    err = capsys.readouterr().err
+    assert "renew_seconds" in err
+    assert SECRET not in err
+
+
+def test_an_empty_database_says_how_to_fill_it(capsys):
+    Path("empty.db").touch()
+    assert run(["threads", "--database", "sqlite:///empty.db"]) == 1
+    assert "run 'keepstep db upgrade'" in capsys.readouterr().err
+    Path("other.db").write_bytes(b"this is no database at all" * 100)
+    assert run(["threads", "--database", "sqlite:///other.db"]) == 1
+    assert "file is not a database" in capsys.readouterr().err
+
+
+def test_looking_makes_no_files(capsys):
+    for arguments in (["threads"], ["doctor"], ["db", "status"]):
+        run(arguments)
+    assert list(Path().iterdir()) == []
+
+
+@pytest.mark.parametrize(
+    "arguments",
+    [
+        ["threads", "--database", f"postgresql://bob:{SECRET}@127.0.0.1:1/x"],
+        ["threads", "--database", f"oracle://bob:{SECRET}@127.0.0.1:1/x"],
+        ["db", "upgrade", "--database", f"postgresql://bob:{SECRET}@127.0.0.1:1/x"],
+        ["pause", "t", "--broker", f"redis://bob:{SECRET}@127.0.0.1:1", "--confirm-timeout", "0.2"],
+        ["pause", "t", "--broker", f"kafka://bob:{SECRET}@127.0.0.1:1"],
+        [
+            "doctor",
+            "--database",
+            f"postgresql://bob:{SECRET}@127.0.0.1:1/x",
+            "--broker",
+            f"redis://:{SECRET}@127.0.0.1:1",
+        ],
+    ],
+)
+@pytest.mark.parametrize("json_too", [[], ["--json"]])
+def test_no_password_is_ever_printed(arguments, json_too, capsys):
+    assert run([*arguments, *json_too]) in {1, 2}
+    out, err = capsys.readouterr()
+    for part in (SECRET, "s3cret", "with@signs"):
+        assert part not in out + err
+
+
+# --- ends -------------------------------------------------------------------------------------------------------------
+
+
+def test_a_reader_that_leaves_ends_it_quietly(sqlite_url):
+    fill(sqlite_url, 500)  # more than a pipe holds
+    for arguments in (["threads", "--limit", "500"], ["threads", "--limit", "500", "--json"]):
+        with subprocess.Popen(
+            [sys.executable, "-m", "keepstep", *arguments, "--database", sqlite_url],
+            stdout=subprocess.PIPE,
+            stderr=subprocess.PIPE,
+            text=True,
+            env={name: value for name, value in os.environ.items() if name != "PYTHONUNBUFFERED"},
+        ) as process:
+            process.stdout.read(1)
+            process.stdout.close()
+            assert process.stderr.read() == ""
+            assert process.wait(30) == 141
+
+
+def test_ctrl_c_while_nobody_answers(tmp_path):
+    process = subprocess.Popen(
+        [sys.executable, "-m", "keepstep", "pause", "t", "--confirm-timeout", "60"],
+        cwd=tmp_path,
+        stdout=subprocess.PIPE,
+        stderr=subprocess.PIPE,
+        text=True,
+    )
+    queue = tmp_path / ".keepstep" / "broker" / "queues" / "keepstep.commands"
+    wait_until(lambda: queue.is_dir() and any(each.name.endswith(".msg") for each in queue.iterdir()))
+    process.send_signal(signal.SIGINT)
+    out, err = process.communicate(timeout=30)
+    assert (process.returncode, out, err) == (130, "", "")
+
+
+# --- what is sent -----------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize(
+    ("arguments", "expected"),
+    [
+        (
+            ["start", "g", "t", "a=1", "b=x", "--request-id", "r", "--reject-if-running", "--step-limit", "9"],
+            {
+                "verb": "start",
+                "graph": "g",
+                "thread": "t",
+                "input": {"a": 1, "b": "x"},
+                "request_id": "r",
+                "if_running": "reject",
+                "step_limit": 9,
+            },
+        ),
+        (["start", "g", "t"], {"verb": "start", "graph": "g", "thread": "t", "input": {}, "if_running": "queue"}),
+        (
+            ["approve", "i", "--arguments", '{"n": 9007199254740993}', "--by", "anna", "--comment", "ok"],
+            {
+                "verb": "decide",
+                "approval": "i",
+                "verdict": "approve",
+                "arguments": {"n": 2**53 + 1},
+                "by": "anna",
+                "comment": "ok",
+            },
+        ),
+        (["reject", "i", "--by", "anna"], {"verb": "decide", "approval": "i", "verdict": "reject", "by": "anna"}),
+        (
+            ["answer", "i", "42", "--by", "anna"],
+            {"verb": "decide", "approval": "i", "verdict": "answer", "answer": 42, "by": "anna"},
+        ),
+        (
+            ["answer", "i", "42", "--text", "--by", "anna"],
+            {"verb": "decide", "approval": "i", "verdict": "answer", "answer": "42", "by": "anna"},
+        ),
+        (
+            ["signal", "t", "n", '{"p": 1}', "--key", "k", "--id", "s", "--graph", "g"],
+            {"verb": "signal", "id": "s", "thread": "t", "name": "n", "payload": {"p": 1}, "key": "k", "graph": "g"},
+        ),
+        (["signal", "t", "n"], {"verb": "signal", "thread": "t", "name": "n", "payload": None}),
+        (
+            ["pause", "t", "--reason", "why", "--by", "anna"],
+            {"verb": "control", "action": "pause", "thread": "t", "reason": "why", "by": "anna"},
+        ),
+        (["resume", "t", "--by", "anna"], {"verb": "control", "action": "resume", "thread": "t", "by": "anna"}),
+        (["cancel", "t", "--by", "anna"], {"verb": "control", "action": "cancel", "thread": "t", "by": "anna"}),
+        (
+            ["retry", "t", "-g", "g", "--step-limit", "40", "--by", "anna"],
+            {"verb": "control", "action": "retry", "thread": "t", "graph": "g", "step_limit": 40, "by": "anna"},
+        ),
+    ],
+)
+def test_each_verb_is_its_message(arguments, expected, capsys):
+    assert run([*arguments, "--no-confirm", "--tenant", "acme", "--json"]) == 0
+    answer = json.loads(capsys.readouterr().out)
+    body = taken()
+    message = messages.parse(body, size_max=10**6)
+    sent = json.loads(body)
+    assert {key: value for key, value in sent.items() if key not in {"v", "id", "tenant", "application"}} == {
+        key: value for key, value in expected.items() if key != "id"
+    }
+    assert sent["tenant"] == "acme"
+    assert sent["id"] == expected.get("id", answer["command"])
+    assert answer["accepted"] is False
+    assert message.id == answer["command"]
+
+
+def test_who_decides_is_the_user_unless_said(monkeypatch, capsys):
+    monkeypatch.setattr("getpass.getuser", lambda: "anna")
+    assert run(["approve", "i", "--no-confirm"]) == 0
+    assert json.loads(taken())["by"] == "anna"
+
+
+def test_options_may_stand_before_the_command(capsys):
+    folder = Path("elsewhere").absolute()
+    assert run(["--broker", f"file://{folder}", "--tenant", "acme", "--json", "pause", "t", "--no-confirm"]) == 0
+    assert json.loads(taken(f"file://{folder}"))["tenant"] == "acme"
+    assert json.loads(capsys.readouterr().out)["accepted"] is False
+
+
+# --- helpers ----------------------------------------------------------------------------------------------------------
+
+
+def taken(url="file://.keepstep/broker"):
+    """Return the body of the one command in a broker's queue."""
+    with broker.connection(url, commands=True) as connection:
+        queue = broker.commands_queue(url, "keepstep")(connection.channel())
+        message = queue.get()
+        message.ack()
+        assert queue.get() is None
+        body = message.body
+    return body.encode() if isinstance(body, str) else bytes(body)
+
+
+def fill(url, count):
+    """Make threads that nobody runs."""
+    from typing import TypedDict
+
+    from keepstep import END, START, Graph
+
+    graph = Graph("idle", state=TypedDict("State", {"n": int}, total=False))
+    graph.node(lambda state, ctx: None, name="wait")
+    graph.edge(START, "wait")
+    graph.edge("wait", END)
+    store = Store.open(url)
+    with contextlib.closing(store.engine.raw_connection()):
+        pass
+    runtime = Runtime(
+        store=store,
+        graphs={("idle", "1"): graph.compile()},
+        settings=settings.load(),
+        owner=Owner("nobody", 1),
+        publish=lambda nudges: None,
+    )
+    for number in range(count):
+        message = {"v": 1, "verb": "start", "id": f"c{number}", "tenant": "default", "graph": "idle"}
+        body = json.dumps({**message, "thread": f"thread-{number}-{'x' * 180}", "input": {}}).encode()
+        commands.accept(runtime, messages.parse(body, size_max=10**6))
+    store.dispose()
+
+
+def wait_until(look, seconds=20):
+    import time
+
+    deadline = time.monotonic() + seconds
+    while not look():
+        assert time.monotonic() < deadline
+        time.sleep(0.02)

@@ -2,9 +2,8 @@
 
 from __future__ import annotations
 
-import json
-from collections.abc import Iterator
-from contextlib import contextmanager
+import re
+from functools import partial
 from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
@@ -18,13 +17,15 @@ from keepstep.errors import InvalidInput, StateError
 if TYPE_CHECKING:
     from keepstep.cli.progress import Ending
 
+_TEXT_WANTED = re.compile(r"\$\.([^:;]+): Input should be a valid string")
+
 
 @command(
     "start",
     panel="Run",
     sends=True,
     example="""\
-keepstep start refunds order-81 order_id=A-81 amount='"12.50"' --wait
+keepstep start refunds order-81 order_id=A-81 amount=12.50 --wait
 keepstep start refunds order-81 --input '{"order_id": "A-81", "amount": "12.50"}'""",
 )
 def start(
@@ -36,8 +37,8 @@ def start(
         list[str] | None,
         typer.Argument(
             metavar="KEY=VALUE",
-            help="The run's input. A VALUE is JSON, or a text when it is not JSON; a text that looks like JSON is "
-            "written in double quotes: zip='\"01234\"'.",
+            help="The run's input. A VALUE is JSON, or a text when it is not JSON or the graph's state has a text there. "
+            "One JSON object is the whole input.",
         ),
     ] = None,
     given: Annotated[
@@ -73,15 +74,19 @@ def start(
     value = _input(pairs or [], given, input_file)
     if wait:
         _ = session.refined(database=database).settings  # a setting that is wrong is found before anything was sent
-    with session.client() as client, _typed_hint(pairs or [], value):
-        receipt = client.start(
+    with session.client() as client:
+        send = partial(
+            client.start,
             graph,
             thread,
-            value,
             request_id=request_id,
             if_running="reject" if reject_if_running else "queue",
             step_limit=step_limit,
         )
+        try:
+            receipt = send(value)
+        except StateError as error:
+            receipt = send(value | _wanted_as_text(error, pairs or []))
         reply = session.reply(receipt)
         if not wait or reply is None:
             run = "" if reply is None else f" as run {reply.run_id}"
@@ -107,20 +112,21 @@ def _input(pairs: list[str], given: str | None, input_file: str | None) -> dict[
         return values.an_object(values.from_file(input_file, "--input-file"), "--input-file")
     if given is not None:
         return values.an_object(values.from_file("-", "--input") if given == "-" else given, "--input")
+    if len(pairs) == 1 and pairs[0].startswith("{"):
+        return values.an_object(pairs[0], "the input")
     return values.from_pairs(pairs)
 
 
-@contextmanager
-def _typed_hint(pairs: list[str], value: dict[str, Any]) -> Iterator[None]:
-    """Say with a refused input how KEY=VALUE was read."""
-    try:
-        yield
-    except StateError as error:
-        read = next((key for key, said in value.items() if not isinstance(said, (str, dict, list))), None)
-        if not pairs or read is None:
-            raise
-        message = f"{error.message} ({read}={json.dumps(value[read])} was read as JSON; as a text: {read}='\"…\"')"
-        raise StateError(message) from error
+def _wanted_as_text(error: StateError, pairs: list[str]) -> dict[str, str]:
+    """Return the values that were read as JSON and that the graph's state has as texts; raise `error` if it is not that.
+
+    Only the graph knows whether `zip=8001` is a number, and a refused start has changed nothing.
+    """
+    wanted = set(_TEXT_WANTED.findall(error.message))
+    texts = {key: value for key, _, value in (pair.partition("=") for pair in pairs) if key in wanted}
+    if not texts or error.message.count("$.") > len(texts):
+        raise error
+    return texts
 
 
 def _follow(session: Session, graph: str, thread: str, reply: Any, timeout: float | None) -> None:

@@ -499,7 +499,7 @@ def test_a_commit_whose_answer_was_lost_is_one_checkpoint(served, proxied_url, p
     far = d.worker_of(pid=2, url=proxied_url)
     d.start({"n": 1})
     for _ in range(3):
-        getattr(postgresql_proxy, f"lose_{lost}")(b"INSERT INTO keepstep_checkpoint")
+        getattr(postgresql_proxy, f"lose_{lost}")(b"FROM keepstep_commit_")
         d.work(d.queue.pop(0), far)
         assert postgresql_proxy.lost.is_set()
     assert d.thread.status == "done"

@@ -102,10 +102,10 @@ _SHAPES = {
 
 @pytest.mark.parametrize("shape", _SHAPES)
 @pytest.mark.parametrize("lost", ["request", "reply"])
-@pytest.mark.parametrize("needle", [b"INSERT INTO keepstep_checkpoint", b"COMMIT"])
+@pytest.mark.parametrize("needle", [b"FROM keepstep_commit_", b"COMMIT"])
 def test_the_outcome_is_found_out(postgresql_url, proxied_url, postgresql_proxy, shape, lost, needle):
     if needle == b"COMMIT" and shape == "alone":
-        needle = b"UPDATE keepstep_thread"
+        needle = b"FROM keepstep_commit_"
     direct, proxied = Store.open(postgresql_url), Store.open(proxied_url)
     thread_id = created(direct)
     fence = claimed(proxied, thread_id).fence
@@ -146,7 +146,7 @@ def test_a_lost_answer_does_not_hide_that_the_lease_was_lost(postgresql_url, pro
     fence = claimed(proxied, created(direct)).fence
     leases.postpone(direct, fence, failures=0, delay_seconds=0, error="{}")
     before = dump(direct)
-    postgresql_proxy.lose_reply(b"INSERT INTO keepstep_checkpoint")
+    postgresql_proxy.lose_reply(b"FROM keepstep_commit_")
 
     with pytest.raises(StaleLease):
         commit(proxied, fence, checkpoint(fence), patience_seconds=5)

@@ -1,0 +1,221 @@
+"""The graphs that these tests' workers carry. What they do outside, and that they began, a server counts."""
+
+from __future__ import annotations
+
+import http.client
+import os
+from typing import Annotated, TypedDict
+
+from keepstep import END, START, Graph, Retry, Send, append, effect
+
+ADDRESS = os.environ.get("KEEPSTEP_TEST_OUTSIDE", "")
+
+
+def ask_outside(name: str, thread: str, key: str = "") -> str:
+    """Ask the outside world for something, once: nothing here tries again."""
+    link = http.client.HTTPConnection(ADDRESS, timeout=90)
+    try:
+        link.request("POST", f"/{name}/{thread}", headers={"Idempotency-Key": key})
+        return link.getresponse().read().decode()
+    finally:
+        link.close()
+
+
+@effect(idempotent=True)
+def look(thread: str, what: str, *, idempotency_key: str) -> str:
+    """A read."""
+    return ask_outside(what, thread, idempotency_key)
+
+
+@effect
+def pay(thread: str, what: str, *, idempotency_key: str) -> str:
+    """A payment to somebody who does not look at the key."""
+    return ask_outside(what, thread, idempotency_key)
+
+
+class Log(TypedDict, total=False):
+    seat: int
+    seats: int
+    log: Annotated[list[str], append]
+
+
+def entered(ctx, name: str) -> None:
+    """Tell that a node's body was entered."""
+    ask_outside(f"enter-{name}", ctx.thread)
+
+
+# --- one that passes every point of the protocol ----------------------------------------------------------------------
+
+voyage = Graph("voyage", state=Log, fan_out=True)
+
+
+@voyage.node
+def price(state, ctx):
+    entered(ctx, "price")
+    return {"log": [ctx.effect(look, ctx.thread, "price", key="price")]}
+
+
+@voyage.node
+def fare(state, ctx):
+    entered(ctx, "fare")
+    paid = ctx.effect(pay, ctx.thread, "fare", key="fare")
+    ctx.emit({"paid": "fare"})
+    return {"log": [paid]}
+
+
+@voyage.node
+def seat(state, ctx):
+    name = f"seat{state['seat']}"
+    entered(ctx, name)
+    return {"log": [ctx.effect(look, ctx.thread, name, key=name)]}
+
+
+@voyage.node
+def captain(state, ctx):
+    entered(ctx, "captain")
+    rules = ctx.effect(look, ctx.thread, "rules", key="rules")
+    decision = ctx.approve("Sail?", arguments={"thread": ctx.thread})
+    return {"log": [rules, decision.verdict, ctx.effect(pay, ctx.thread, "cabin", key="cabin")]}
+
+
+@voyage.node
+def tide(state, ctx):
+    entered(ctx, "tide")
+    signal = ctx.wait_signal("tide")
+    return {"log": [signal.payload]}
+
+
+@voyage.node
+def night(state, ctx):
+    entered(ctx, "night")
+    ctx.sleep(0.1)
+    return {"log": ["slept"]}
+
+
+@voyage.node
+def toll(state, ctx):
+    entered(ctx, "toll")
+    return {"log": [ctx.effect(look, ctx.thread, "toll", key="toll")]}
+
+
+voyage.edge(START, "price")
+voyage.edge("price", "fare")
+voyage.route("fare", lambda state: [Send("seat", {"seat": number}) for number in range(3)], to=["seat"])
+voyage.edge("seat", "captain")
+voyage.edge("captain", "tide")
+voyage.edge("tide", "night")
+voyage.edge("night", "toll")
+voyage.edge("toll", END)
+
+
+# --- one whose node is held outside, between a read and a payment -----------------------------------------------------
+
+errand = Graph("errand", state=Log)
+
+
+@errand.node(timeout=60)
+def go(state, ctx):
+    entered(ctx, "go")
+    seen = ctx.effect(look, ctx.thread, "shop", key="shop")
+    ask_outside("walk", ctx.thread)
+    return {"log": [seen, ctx.effect(pay, ctx.thread, "goods", key="goods")]}
+
+
+@errand.node
+def home(state, ctx):
+    entered(ctx, "home")
+    return {"log": ["home"]}
+
+
+errand.edge(START, "go")
+errand.edge("go", "home")
+errand.edge("home", END)
+
+
+# --- the same with little time; and one whose payment itself takes long -----------------------------------------------
+
+hasty = Graph("hasty", state=Log)
+
+
+@hasty.node(timeout=1.0, retry=Retry(attempts=2, delay=0.1, jitter=0.0))
+def dash(state, ctx):
+    entered(ctx, "dash")
+    seen = ctx.effect(look, ctx.thread, "shop", key="shop")
+    if ctx.attempt == 1:
+        ask_outside("walk", ctx.thread)
+    return {"log": [seen, ctx.effect(pay, ctx.thread, "goods", key="goods")]}
+
+
+hasty.edge(START, "dash")
+hasty.edge("dash", END)
+
+slow_bank = Graph("slow_bank", state=Log)
+
+
+@slow_bank.node(timeout=60)
+def transfer(state, ctx):
+    entered(ctx, "transfer")
+    return {"log": [ctx.effect(pay, ctx.thread, "transfer", key="transfer")]}
+
+
+slow_bank.edge(START, "transfer")
+slow_bank.edge("transfer", END)
+
+
+# --- one that waits in the same node in which it is held --------------------------------------------------------------
+
+doubtful = Graph("doubtful", state=Log)
+
+
+@doubtful.node(timeout=60)
+def doubt(state, ctx):
+    entered(ctx, "doubt")
+    if ctx.attempt == 1:
+        ask_outside("walk", ctx.thread)
+    return {"log": [ctx.approve("Sure?").verdict]}
+
+
+doubtful.edge(START, "doubt")
+doubtful.edge("doubt", END)
+
+
+# --- fan-outs of any size ---------------------------------------------------------------------------------------------
+
+crowd = Graph("crowd", state=Log, fan_out=True)
+
+
+@crowd.node
+def invite(state, ctx):
+    entered(ctx, "invite")
+    if state["seats"] < 0:
+        ask_outside("walk", ctx.thread)
+    return {}
+
+
+@crowd.node(retry=Retry(attempts=2, delay=0.01, jitter=0.0))
+def guest(state, ctx):
+    number = state["seat"]
+    entered(ctx, f"guest{number}")
+    came = ctx.effect(look, ctx.thread, f"guest{number}", key=f"guest{number}")
+    if number % 100 == 50 and ctx.attempt == 1:
+        message = "late"
+        raise ConnectionError(message)
+    if number == 1 and "held" in ctx.thread:
+        ask_outside("walk", ctx.thread)
+    return {"log": [came]}
+
+
+@crowd.node
+def toast(state, ctx):
+    entered(ctx, "toast")
+    return {"seats": len(state.get("log", []))}
+
+
+def _guests(state):
+    return [Send("guest", {"seat": number}) for number in range(abs(state["seats"]))] or "toast"
+
+
+crowd.edge(START, "invite")
+crowd.route("invite", _guests, to=["guest", "toast"])
+crowd.edge("guest", "toast")
+crowd.edge("toast", END)

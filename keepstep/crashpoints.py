@@ -1,16 +1,19 @@
 """Named points at the boundaries of the protocol, at which tests kill the process.
 
-In production they do nothing: two comparisons. `KEEPSTEP_CRASH_AT=NAME` arms one of them, and `KEEPSTEP_CRASH_MARK=FILE`
-names the file that the first process to reach it creates just before it kills itself with SIGKILL; later processes find
-the file and live, so that what was killed can be seen to go on, and a test can see that the point was reached.
-`NAME@TEXT` arms the point only where its detail contains the text (a node run's name, for instance).
+In production they do nothing: two looks at a variable. `KEEPSTEP_CRASH_AT=NAME` arms one of them, and
+`KEEPSTEP_CRASH_MARK=FILE` names the file that the first process to reach it creates just before it kills itself with
+SIGKILL; later processes find the file and live, so that what was killed can be seen to go on, and a test can see that
+the point was reached. `NAME@TEXT` arms the point only where its detail contains the text (a node run's name, say). With
+the second variable alone, the point is read from `FILE.next` each time, so that a running worker can be armed.
 """
 
 from __future__ import annotations
 
+import contextlib
 import os
 import signal
 from collections.abc import Callable
+from pathlib import Path
 from typing import Final
 
 from keepstep.errors import InvalidSettings
@@ -43,26 +46,36 @@ POINTS: Final = {
 hook: Callable[[str, str], None] | None = None
 """Called with every point that is reached and its detail, by a simulation that decides there who stops and who dies."""
 
-_name, _, _detail = os.environ.get("KEEPSTEP_CRASH_AT", "").partition("@")
+_at = os.environ.get("KEEPSTEP_CRASH_AT", "")
 _mark = os.environ.get("KEEPSTEP_CRASH_MARK", "")
 
-if _name and (_name not in POINTS or not _mark):
+if _at and (_at.partition("@")[0] not in POINTS or not _mark):
     _message = f"KEEPSTEP_CRASH_AT must be one of {', '.join(POINTS)}, and KEEPSTEP_CRASH_MARK the file it creates"
     raise InvalidSettings(_message)
 
 
+def _armed() -> tuple[str, str]:
+    at = _at
+    if not at:
+        with contextlib.suppress(FileNotFoundError):
+            at = Path(f"{_mark}.next").read_text(encoding="utf-8")
+    name, _, detail = at.partition("@")
+    return name, detail
+
+
 def armed(name: str) -> bool:
     """Tell whether the process is to die at a point."""
-    return name == _name
+    return bool(_mark) and _armed()[0] == name
 
 
 def reach(name: str, detail: str = "") -> None:
     """Die here if this point is armed and nobody has died at it before."""
     if hook is not None:
         hook(name, detail)
-    if name != _name:
+    if not _mark:
         return
-    if _detail and _detail not in detail:
+    armed_name, text = _armed()
+    if armed_name != name or text not in detail:
         return
     try:
         descriptor = os.open(_mark, os.O_CREAT | os.O_EXCL | os.O_WRONLY)

@@ -17,6 +17,7 @@ from datetime import UTC, datetime, timedelta
 from functools import cached_property
 from typing import Any, TypeVar
 
+import msgspec
 import structlog
 
 from keepstep.errors import InvalidInput
@@ -29,8 +30,7 @@ from keepstep.store.checkpoints import NewEvent
 R = TypeVar("R")
 
 
-@dataclass(frozen=True, slots=True)
-class Place:
+class Place(msgspec.Struct, frozen=True):
     """Which attempt of which node run this is."""
 
     tenant: str

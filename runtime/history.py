@@ -7,8 +7,9 @@ chained to its parent by digest, and every load checks the chain that it reads.
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
 from typing import Any
+
+import msgspec
 
 from keepstep import __version__
 from keepstep.errors import HistoryCorrupt
@@ -20,13 +21,14 @@ from keepstep.store.leases import CheckpointRow
 
 Channels = dict[str, Any]
 
+# A state this small is stored again for less than it costs to read, check and apply one more change.
+_TINY_STATE_BYTES = 128
 # While the whole state is this small, a short chain of changes costs more to read than the state costs to store.
 _SMALL_STATE_BYTES = 1024
 _SMALL_STATE_CHAIN_MAX = 8
 
 
-@dataclass(frozen=True, slots=True)
-class Head:
+class Head(msgspec.Struct, frozen=True):
     """The checkpoint a step runs from, restored."""
 
     seq: int
@@ -41,8 +43,7 @@ class Head:
     snapshot_bytes: int
 
 
-@dataclass(frozen=True, slots=True)
-class Payload:
+class Payload(msgspec.Struct, frozen=True):
     """The parts of a checkpoint that its digest covers, encoded."""
 
     id: str
@@ -147,6 +148,8 @@ def _check_sizes(codec: Codec, channels: Channels, changed: Mapping[str, Sequenc
 
 def _is_long(head: Head, change_bytes: int, chain_max: int) -> bool:
     """Whether reading the chain of changes would cost more than storing the state again."""
+    if head.snapshot_bytes <= _TINY_STATE_BYTES:
+        return True
     count, total = head.chain_count + 1, head.chain_bytes + change_bytes
     if head.snapshot_bytes <= _SMALL_STATE_BYTES:
         return count >= _SMALL_STATE_CHAIN_MAX or total > _SMALL_STATE_BYTES

@@ -54,7 +54,8 @@ def run_step(runtime: Runtime, thread_id: str, version: int) -> bool:
     claim = leases.claim_thread(runtime.store, thread_id, version, owner=runtime.owner, carried=runtime.carried)
     if claim is None:
         return False
-    reach("after_claim", thread_id)
+    at = f"{claim.thread.name}/{claim.fence.seq}"
+    reach("after_claim", at)
     try:
         nudges = _step(runtime, claim)
     except StaleLease:
@@ -65,9 +66,9 @@ def run_step(runtime: Runtime, thread_id: str, version: int) -> bool:
         raise
     except Exception as error:  # noqa: BLE001  nothing may leave a thread leased and in nobody's hands
         nudges = _stopped(runtime, claim, error)
-    reach("after_commit", claim.thread.name)
+    reach("after_commit", at)
     runtime.publish(nudges)
-    reach("after_nudge", claim.thread.name)
+    reach("after_nudge", at)
     return True
 
 
@@ -76,8 +77,8 @@ def _step(runtime: Runtime, claim: Claim) -> list[Nudge]:
     head = restore(runtime.codec(graph), claim.checkpoints) if claim.checkpoints else None
     if head is None or not claim.thread.run_active:
         begun = _begin_run(runtime, claim, graph, head)
-        if begun is None:
-            return []
+        if isinstance(begun, list):
+            return begun
         claim, head = begun
         if head.cursor.finished:
             return [Nudge("step", claim.thread.id, claim.thread.version)]
@@ -102,8 +103,13 @@ def _key(fence: Fence) -> str:
 # --- a run begins ---
 
 
-def _begin_run(runtime: Runtime, claim: Claim, graph: CompiledGraph, head: Head | None) -> tuple[Claim, Head] | None:
-    """Commit the next queued run's input as a checkpoint and keep the lease for its first step."""
+def _begin_run(
+    runtime: Runtime, claim: Claim, graph: CompiledGraph, head: Head | None
+) -> tuple[Claim, Head] | list[Nudge]:
+    """Commit the next queued run's input as a checkpoint and keep the lease for its first step.
+
+    Returns the nudge of the run behind it instead when the input does not fit.
+    """
     queued = checkpoints.next_run(runtime.store, claim.thread.id)
     if queued is None:
         message = "the thread is due and has no run"
@@ -114,8 +120,7 @@ def _begin_run(runtime: Runtime, claim: Claim, graph: CompiledGraph, head: Head 
         cursor = planner.begin(graph, channels, key="")
     except KeepstepError as error:
         text = error_text(described(error))
-        outcomes.refuse_run(runtime.store, claim.fence, queued.id, text)
-        return None
+        return outcomes.refuse_run(runtime.store, claim.fence, queued.id, text)
     claim = claim._replace(
         thread=claim.thread._replace(run_id=queued.id, run_steps=0, step_limit=queued.step_limit, run_active=1)
     )
@@ -367,7 +372,7 @@ def _commit(
         status, error = FAILED, error_text(described(_limit_reached(limit)))
     meta = describe(graph_version=thread.graph_version, nodes=ran, worker=runtime.owner.worker)
     new = payload(runtime.codec(graph), head, channels, cursor, meta, chain_max=settings.snapshot_steps_max)
-    reach("before_commit", thread.name)
+    reach("before_commit", f"{thread.name}/{claim.fence.seq}")
     committed = checkpoints.commit(
         runtime.store,
         claim.fence,

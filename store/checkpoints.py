@@ -7,9 +7,10 @@ selects from. When the nonce is no longer the thread's, the UPDATE finds nothing
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from typing import Any, NamedTuple
 
+import msgspec
 from sqlalchemy import BigInteger, Integer, LargeBinary, and_, case, cast, delete, func, insert, select, update
 from sqlalchemy.sql.base import Executable
 
@@ -37,8 +38,7 @@ class NewEvent:
     payload: bytes
 
 
-@dataclass(frozen=True, slots=True)
-class NewCheckpoint:
+class NewCheckpoint(msgspec.Struct, frozen=True):
     """A checkpoint about to be committed, and what the thread is after it."""
 
     seq: int
@@ -64,7 +64,7 @@ class NewCheckpoint:
     keep_lease: bool = False
     """The same attempt goes on with the next step: the nonce stays."""
     error: str | None = None
-    events: Sequence[NewEvent] = field(default=())
+    events: Sequence[NewEvent] = ()
     begins_run: bool = False
     signals_of: str | None = None
     """The step whose consumed signals and waits are settled by this commit; None when it had none."""
@@ -310,7 +310,7 @@ def _commit_with_company(store: Store, fence: Fence, new: NewCheckpoint, params:
             transaction.run(_SETTLE_WAITS, {"thread_id": fence.thread_id, "step": new.signals_of})
             transaction.run(_DROP_SIGNALS, {"thread_id": fence.thread_id})
         insert_events(transaction, fence, new.tenant, new.run_id, new.events)
-        reach("inside_commit", new.kind)
+        reach("inside_commit", f"{new.kind}/{new.seq}")
     return committed
 
 

@@ -12,10 +12,11 @@ owner's write would be let in.
 from __future__ import annotations
 
 import functools
-import secrets
+import os
 from dataclasses import dataclass
 from typing import Any, NamedTuple
 
+import msgspec
 from sqlalchemy import ColumnElement, Table, and_, case, cast, exists, func, literal, or_, select, update
 from sqlalchemy import String as Text
 from sqlalchemy import Text as TextType
@@ -39,8 +40,7 @@ class Owner:
     child: int
 
 
-@dataclass(frozen=True, slots=True)
-class Fence:
+class Fence(msgspec.Struct, frozen=True):
     """What every write of an attempt carries: the row it leased and the nonce it got for it.
 
     `run` is None for the thread's lease, the node run's name for a fanned-out node run's.
@@ -139,7 +139,7 @@ _CHECKPOINT_FIELDS = len(CheckpointRow._fields)
 
 def new_nonce() -> str:
     """Return a nonce nobody had before: 96 random bits."""
-    return secrets.token_urlsafe(12)
+    return os.urandom(12).hex()
 
 
 def carried_key(graph: str, version: str) -> str:
@@ -257,9 +257,7 @@ def _claim_node(dialect: str) -> Executable:
 
 _CLAIMS = {"nonce": "text", "worker": "text", "child": "integer", "version": "integer", "carried": "text"}
 _CLAIM_THREAD = Routine("claim_thread", _claim_thread, {"thread_id": "text", **_CLAIMS})
-_CLAIM_NODE = Routine(
-    "claim_node", _claim_node, {"thread_id": "text", "seq": "integer", "run": "text", **_CLAIMS}
-)
+_CLAIM_NODE = Routine("claim_node", _claim_node, {"thread_id": "text", "seq": "integer", "run": "text", **_CLAIMS})
 ROUTINES = (_CLAIM_THREAD, _CLAIM_NODE)
 _READ_HEAD = Statement(lambda _dialect: select(*_HEAD).where(thread.c.id == param("thread_id")))
 _READ_RANGE = Statement(

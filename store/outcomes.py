@@ -431,23 +431,32 @@ _REFUSE_RUN = Statement(
         .where(*fenced(thread))
         .values(
             **released(thread),
-            status=FAILED,
+            # The run behind it begins: what is wrong with this one is said on its own row.
+            status=case((thread.c.queued > 1, READY), else_=FAILED),
             error=param("error"),
             run_id=param("run_id"),
             run_active=0,
             run_steps=0,
             queued=thread.c.queued - 1,
             version=thread.c.version + 1,
+            due_at=db_now(),
+            next_nudge_at=db_now() + NUDGE_SECONDS,
+            nudges=0,
             updated_at=db_now(),
         )
+        .returning(thread.c.status, thread.c.version)
     )
 )
 
 
-def refuse_run(store: Store, fence: Fence, run_id: str, error: str) -> None:
-    """End a queued run that cannot begin, because its input does not fit; raise `StaleLease` when the lease is gone."""
+def refuse_run(store: Store, fence: Fence, run_id: str, error: str) -> list[Nudge]:
+    """End a queued run that cannot begin, because its input does not fit; return the nudge of the run behind it.
+
+    Raises `StaleLease` when the lease is gone.
+    """
     with store.transaction() as transaction:
         lock(transaction, fence)
         params = {"run_id": run_id, "status": FAILED, "error": error, "run_steps": 0}
-        transaction.run(_REFUSE_RUN, {**fence_params(fence), **params})
+        status, version = transaction.rows(_REFUSE_RUN, {**fence_params(fence), **params})[0]
         transaction.run(_STOP_RUN, params)
+    return [Nudge("step", fence.thread_id, version)] if status == READY else []

@@ -24,11 +24,13 @@ class Pool:
     def __init__(self, connect: Callable[[], Any], *, kept: int, most: int) -> None:
         self._connect = connect
         self._kept = kept
+        self._most = most
         # The one used last is the warmest, at both ends of the wire.
         self._idle: list[Any] = []
-        self._permits = threading.Semaphore(most)
         self._in_use = 0
         self._lock = threading.Lock()
+        self._given_back = threading.Condition(self._lock)
+        self._waiting = 0
         self._is_closed = False
 
     @property
@@ -38,9 +40,9 @@ class Pool:
 
     def take(self) -> Any:
         """Return an idle connection, else a new one; raise `PoolExhausted`, or what connecting raises."""
-        if not self._permits.acquire(timeout=_PATIENCE_SECONDS):
-            raise PoolExhausted
         with self._lock:
+            if self._in_use >= self._most:
+                self._wait()
             self._in_use += 1
             if self._idle:
                 return self._idle.pop()
@@ -49,8 +51,16 @@ class Pool:
         except BaseException:
             with self._lock:
                 self._in_use -= 1
-            self._permits.release()
+                self._given_back.notify()
             raise
+
+    def _wait(self) -> None:
+        self._waiting += 1
+        try:
+            if not self._given_back.wait_for(lambda: self._in_use < self._most, _PATIENCE_SECONDS):
+                raise PoolExhausted
+        finally:
+            self._waiting -= 1
 
     def give(self, connection: Any, *, broken: bool = False) -> None:
         """Take a connection back; one that is broken, or one too many, is closed."""
@@ -59,7 +69,8 @@ class Pool:
             keep = not broken and not self._is_closed and len(self._idle) < self._kept
             if keep:
                 self._idle.append(connection)
-        self._permits.release()
+            if self._waiting:
+                self._given_back.notify()
         if not keep:
             _close(connection)
 

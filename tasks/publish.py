@@ -22,6 +22,9 @@ from keepstep.tasks.config import NODE_TASK, STEP_TASK
 
 log = structlog.get_logger("keepstep.worker")
 
+_OPERATION_SECONDS_MAX = 2.0
+"""A frozen broker holds a step no longer than a few of these: what is published is only a hint."""
+
 # A connection made before a fork belongs to the parent: a child must neither use it nor, by collecting it as garbage,
 # close it.
 _inherited: list[object] = []
@@ -67,7 +70,12 @@ class Publisher:
 
     def _connected(self) -> Producer:
         if self._producer is None:
-            self._connection = broker.connection(self._settings.broker, commands=False, queue=self._settings.queue)
+            self._connection = broker.connection(
+                self._settings.broker,
+                commands=False,
+                queue=self._settings.queue,
+                timeout_seconds=_OPERATION_SECONDS_MAX,
+            )
             # As a channel, not a connection: the producer's own reconnecting is not bounded.
             self._producer = Producer(self._connection.channel(), auto_declare=False)
         return self._producer

@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import threading
 import time
+from collections.abc import Iterable
 
 import structlog
 
@@ -53,10 +54,13 @@ class Service:
         self._wake.wait(seconds)
         self._wake.clear()
 
-    def stop(self, timeout_seconds: float = 5.0) -> None:
-        """Tell the thread to stop and wait for it, a bounded time."""
+    def tell(self) -> None:
+        """Tell the thread to stop."""
         self._stopping.set()
         self._wake.set()
+
+    def join(self, timeout_seconds: float = 5.0) -> None:
+        """Wait, a bounded time, for a thread that was told to stop."""
         if self._thread.is_alive():
             self._thread.join(timeout_seconds)
 
@@ -74,3 +78,12 @@ class Service:
             self.finish()
         except Exception as error:  # noqa: BLE001  what is left is the process's end
             log.debug("service_finish_failed", service=self.name, reason=str(error)[:500])
+
+
+def stop(services: Iterable[Service]) -> None:
+    """Stop services, all at once."""
+    told = list(services)
+    for service in told:
+        service.tell()
+    for service in told:
+        service.join()

@@ -33,7 +33,7 @@ from keepstep.tasks.commands import Commands
 from keepstep.tasks.liveness import Liveness
 from keepstep.tasks.publish import Publisher
 from keepstep.tasks.registration import Registration
-from keepstep.tasks.service import Service
+from keepstep.tasks.service import Service, stop
 from keepstep.tasks.supervise import EXIT_REFUSED, Supervisor, python
 from keepstep.tasks.sweeper import Sweeper
 
@@ -106,8 +106,7 @@ class KeepstepStep(bootsteps.StartStopStep):
     def close(self, parent: Any) -> None:  # noqa: ARG002  Celery's signature
         """Take in no more work."""
         log.info("worker_stopping", worker_id=self._registration.worker_id)
-        for service in self._receiving:
-            service.stop()
+        stop(self._receiving)
 
     def stop(self, parent: Any) -> None:
         """Let running tasks finish, still renewing, then leave."""
@@ -116,15 +115,12 @@ class KeepstepStep(bootsteps.StartStopStep):
 
     def terminate(self, parent: Any) -> None:
         """End running tasks, then leave: what they held is due at once and counts as nobody's death."""
-        for service in self._living:
-            if isinstance(service, Children):
-                service.stop()
+        stop(service for service in self._living if isinstance(service, Children))
         parent.pool.terminate()
         self._leave()
 
     def _leave(self) -> None:
-        for service in (*self._receiving, *self._living):
-            service.stop()
+        stop((*self._receiving, *self._living))
         worker_id = self._registration.worker_id
         try:
             self._publisher(workers.leave(self._store, worker_id))

@@ -37,7 +37,7 @@ def start(
         list[str] | None,
         typer.Argument(
             metavar="KEY=VALUE",
-            help="The run's input. A VALUE is JSON, or a text when it is not JSON or the graph's state has a text there. "
+            help="The run's input. A VALUE is JSON, or a text when it is none or the state has a text there. "
             "One JSON object is the whole input.",
         ),
     ] = None,
@@ -118,7 +118,7 @@ def _input(pairs: list[str], given: str | None, input_file: str | None) -> dict[
 
 
 def _wanted_as_text(error: StateError, pairs: list[str]) -> dict[str, str]:
-    """Return the values that were read as JSON and that the graph's state has as texts; raise `error` if it is not that.
+    """Return the values that were read as JSON where the state has texts; raise `error` if that is not what is wrong.
 
     Only the graph knows whether `zip=8001` is a number, and a refused start has changed nothing.
     """

@@ -52,6 +52,7 @@ def pay(tag: str, what: str, *, idempotency_key: str) -> str:
 def _enter(ctx: Context, tag: str) -> None:
     """The beginning of every node's body: may be stopped, may be slow, may kill its process, may fail."""
     world = current()
+    world.check_entered()
     world.point("in body", f"{tag} {ctx.node} {ctx.attempt}")
     if world.outside.makes_trouble(f"slow {tag}"):
         world.sleep(45.0)
@@ -73,8 +74,9 @@ chain = Graph("chain", state=Work)
 
 @chain.node(retry=IN_PLACE)
 def look(state: Work, ctx: Context) -> dict[str, Any]:
+    found = ctx.effect(read, state["tag"], "look")
     _enter(ctx, state["tag"])
-    return _entry(state, f"look {ctx.effect(read, state['tag'], 'look')}")
+    return _entry(state, f"look {found}")
 
 
 @chain.node(retry=DURABLE)
@@ -162,11 +164,11 @@ parallel = Graph("parallel", state=Work, fan_out=False)
 
 def _side(name: str) -> Callable[[Work, Context], dict[str, Any]]:
     def side(state: Work, ctx: Context) -> dict[str, Any]:
-        _enter(ctx, state["tag"])
         if name == "west":
             ctx.sleep(4.0)
-        kind = pay if name == "north" else read
-        return _entry(state, f"{name} {ctx.effect(kind, state['tag'], name)}")
+        done = ctx.effect(pay if name == "north" else read, state["tag"], name)
+        _enter(ctx, state["tag"])
+        return _entry(state, f"{name} {done}")
 
     side.__name__ = name
     return side

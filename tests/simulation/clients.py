@@ -44,7 +44,7 @@ class Clients:
     def _plan(self) -> list[Planned]:
         random, planned = self._random, []
         for number in range(random.choice((1, 1, 2, 3))):
-            graph = random.choice(list(GRAPHS))
+            graph = random.choice((*GRAPHS, "fan", "parallel"))
             for again in range(random.choice((1, 1, 1, 2))):
                 tag = f"t{number}r{again}"
                 planned.append(Planned(f"thread{number}", graph, tag, random.randrange(8 if graph == "loop" else 6)))

@@ -15,7 +15,7 @@ from typing import TYPE_CHECKING, Any, TypeVar
 from sqlalchemy import make_url
 
 from keepstep.errors import DatabaseUnavailable, StaleLease
-from keepstep.store import effects, leases, migrate
+from keepstep.store import effects, leases, migrate, outcomes, signals
 from keepstep.store.engine import Store, Transaction
 from keepstep.store.statements import Row, Statement
 from keepstep.store.status import TRANSITIONS
@@ -31,6 +31,11 @@ _UNFENCED = (*_CLAIMS, effects._END)
 _UNAVAILABLE_SECONDS = 0.2
 _THREADS = """
 SELECT id, name, status, seq, version, branch, fanned, pending, control, lease_nonce, lease_deadline FROM keepstep_thread
+"""
+_MISSED = """
+SELECT w.run, s.name, s.key FROM keepstep_wait w JOIN keepstep_signal s ON s.thread_id = w.thread_id
+WHERE w.status = 'open' AND s.consumed_by IS NULL AND s.name = w.signal_name AND s.expires_at > ?
+AND (w.signal_key IS NULL OR w.signal_key = s.key)
 """
 _NODE_RUNS = """
 SELECT n.run, n.status, t.control, n.lease_nonce, n.lease_deadline
@@ -164,6 +169,9 @@ class SimulatedStore(Store):
                     self.results.setdefault(key, self.serial)
                 else:
                     world.require(key not in self.results, "a recorded result was lost", key)
+        if outcomes._INSERT_WAIT in transaction.wrote or signals._KEEP in transaction.wrote:
+            missed = self.query(_MISSED, self.world.database_time())
+            world.require(not missed, "a signal and the wait for it have missed each other", str(missed))
         for row in self.query(_THREADS):
             self._check_lease((row[0], ""), row[1], *row[-3:], claims=claims)
             self._check_thread(*row[:-3])

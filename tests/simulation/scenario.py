@@ -113,6 +113,7 @@ def _fault(world: World) -> None:
         faults["kill child"] = lambda: world.kill_child(random.choice(children))
     if children:
         faults["bark"] = lambda: world.bark(random.choice(children))
+        faults["abandon"] = lambda: _abandon(world, random.choice(children).worker)
         faults["stop child"] = lambda: _stop(world, random.choice(children))
     if len(world.workers) > 1 and world.crashes and random.random() < 0.3:
         faults["kill worker"] = lambda: world.kill_worker(random.choice(world.workers))
@@ -138,6 +139,20 @@ def _stop(world: World, what: object) -> None:
         what.stopped = True  # type: ignore[attr-defined]
         world.counts["zombies"] += 1
         world.counts["interruptions"] += 1
+
+
+def _abandon(world: World, worker: SimulatedWorker) -> None:
+    """Stop a worker in the middle of its work for so long that the others take it over; it may come back."""
+    _stop(world, worker)
+    if not world.working():
+        world.start_worker()
+    world.pass_time(12.0)
+    for other in world.working():
+        if other.sweeps.fiber is None:
+            world.sweep(other)
+            break
+    if world.random.random() < 0.5:
+        _go_on(world, worker)
 
 
 def _go_on(world: World, worker: SimulatedWorker) -> None:

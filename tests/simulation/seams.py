@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import contextlib
 import logging
+import sys
 from collections.abc import Callable, Iterable, Iterator
 from types import SimpleNamespace, TracebackType
 from typing import TYPE_CHECKING, Any, Self
@@ -77,24 +78,28 @@ class SimulatedWatchdog(Watchdog):
             attempt.overdue = before
 
 
+def _everywhere(function: Callable[..., Any], replacement: Callable[..., Any]) -> list[tuple[Any, str, Any]]:
+    """Return the places at which a function of ours is known by its name."""
+    ours = [module for name, module in list(sys.modules.items()) if name.startswith("keepstep.")]
+    name = function.__name__
+    return [(module, name, replacement) for module in ours if vars(module).get(name) is function]
+
+
 @contextlib.contextmanager
 def installed(world: World) -> Iterator[None]:
     """Put the world's time, chance and threads in the place of the machine's."""
     clock = SimpleNamespace(
         monotonic=world.monotonic, perf_counter=world.monotonic, sleep=world.sleep, time=world.monotonic
     )
-    chance = SimpleNamespace(
-        randbits=world.ids.getrandbits, token_urlsafe=world.new_nonce, random=lambda: 0.0, uniform=lambda low, _high: low
-    )
+    chance = SimpleNamespace(random=lambda: 0.0, uniform=lambda low, _high: low)
     replaced: list[tuple[Any, str, Any]] = [
         (crashpoints, "hook", world.point),
         (execution, "time", clock),
         (execution, "random", chance),
         (superstep, "time", clock),
         (superstep, "ThreadPoolExecutor", _OneAfterTheOther),
-        (ids, "secrets", chance),
-        (ids, "time", clock),
-        (leases, "secrets", chance),
+        *_everywhere(ids.new_id, world.new_id),
+        *_everywhere(leases.new_nonce, world.new_nonce),
         (liveness, "time", clock),
         (sweeper, "random", chance),
     ]

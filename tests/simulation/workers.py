@@ -164,8 +164,17 @@ class SimulatedWorker:
         pid = self.dead[0]
         nudges = workers.release_child(self.world.store, self.id, pid, reason="signal 9 (SIGKILL)")
         self.dead.remove(pid)
+        self._require_nothing_held("AND lease_child = ?", pid)
         self.world.broker.publish(nudges)
 
     def leave(self) -> None:
         """Deregister in good order."""
-        self.world.broker.publish(workers.leave(self.world.store, self.id))
+        nudges = workers.leave(self.world.store, self.id)
+        self._require_nothing_held("")
+        self.world.broker.publish(nudges)
+
+    def _require_nothing_held(self, condition: str, *values: object) -> None:
+        for table in ("keepstep_thread", "keepstep_node_run"):
+            query = f"SELECT 1 FROM {table} WHERE lease_worker = ? {condition}"
+            held = self.world.store.query(query, self.id, *values)
+            self.world.require(not held, "the dead hold a lease", f"{self.id} {values}")

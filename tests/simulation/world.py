@@ -18,9 +18,11 @@ from tests.simulation.clients import Clients
 from tests.simulation.database import SimulatedStore
 from tests.simulation.fibers import Fiber, SimulatedCrash
 from tests.simulation.outside import Outside
-from tests.simulation.workers import Attempt, Child, Process, SimulatedWorker, carried
+from tests.simulation.workers import SETTINGS, Attempt, Child, Process, SimulatedWorker, carried
 
 _BEGINNING = 1_900_000_000.0
+_SORE = {"in effect", "after_intent", "after_call", "before_commit", "before_pending_write", "before_park"}
+"""Where most can go wrong, and so where most does."""
 # Made once: a codec knows its graph's types and nothing of the world that uses it.
 _codecs: dict[tuple[str, str], Codec] = {}
 
@@ -35,7 +37,7 @@ class World:
     def __init__(self, seed: int) -> None:
         self.seed = seed
         self.random = random = Random(seed)
-        self.ids = Random(random.random())
+        self._ids = itertools.count()
         self._nonces = itertools.count()
         self.schedule: list[str] = []
         self.counts: Counter[str] = Counter()
@@ -47,7 +49,7 @@ class World:
         self._clock_offset = _BEGINNING
         self.suspends = random.choice((0.02, 0.06, 0.15))
         self.crashes = random.choice((0.0, 0.003, 0.01, 0.02))
-        self.failures = random.choice((0.0, 0.0, 0.004))
+        self.failures = random.choice((0.0, 0.0, 0.004, 0.02))
         self.codecs = _codecs
         self.graphs = carried()
         loss, repetition = random.choice((0.0, 0.1, 0.3)), random.choice((0.0, 0.1, 0.3))
@@ -69,6 +71,10 @@ class World:
         self._clock_offset += 0.000001
         return self._machine_seconds + self._clock_offset
 
+    def new_id(self) -> str:
+        """Return an id; ids grow with time, as real ones do."""
+        return f"id{next(self._ids):06}"
+
     def new_nonce(self, *_: object) -> str:
         """Return a nonce, and remember whose it is."""
         nonce = f"nonce {next(self._nonces)}"
@@ -84,7 +90,7 @@ class World:
 
     def point(self, name: str, detail: str = "") -> None:
         """Stand at a named point of the protocol, of a node's body or of an effect: may be stopped or killed there."""
-        self._moment(name, detail, 1.0)
+        self._moment(name, detail, 3.0 if name in _SORE else 1.0)
 
     def boundary(self, name: str) -> None:
         """Stand between two transactions."""
@@ -140,6 +146,15 @@ class World:
             self.violation = self.violation or f"{invariant}: {text}"
             self.note(f"VIOLATION {self.violation}")
             raise Violation(self.violation)
+
+    def check_entered(self) -> None:
+        """Look at the row of a node run whose body is entered: not one that has killed too often."""
+        if self.attempt is None:
+            return
+        nonce = self.attempt.nonces[-1]
+        for table in ("keepstep_thread", "keepstep_node_run"):
+            for (deaths,) in self.store.query(f"SELECT deaths FROM {table} WHERE lease_nonce = ?", nonce):
+                self.require(deaths < SETTINGS.deaths_max, "a deadly node was entered again", f"{deaths} deaths")
 
     def unknown(self, thread_id: str) -> bool:
         """Whether a thread has an effect of which nobody knows whether it happened."""

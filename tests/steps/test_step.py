@@ -474,12 +474,12 @@ def test_a_lease_is_given_back_when_the_database_went_away(deploy, monkeypatch):
 
 
 @pytest.mark.parametrize("lost", ["request", "reply"])
-def test_a_claim_whose_answer_was_lost_leaves_no_lease(deploy, postgresql_url, proxied_url, postgresql_proxy, lost):
-    d = deploy(chain("a", "b"), url=postgresql_url)
+def test_a_claim_whose_answer_was_lost_leaves_no_lease(served, proxied_url, postgresql_proxy, lost):
+    d = served(chain("a", "b"))
     far = d.worker_of(pid=2, url=proxied_url)
     d.start({"n": 1})
     far.store.rows(leases._READ_HEAD, {"thread_id": ""})
-    getattr(postgresql_proxy, f"lose_{lost}")(b"WITH claimed AS")
+    getattr(postgresql_proxy, f"lose_{lost}")(far.owner.worker.encode())
 
     nudge = d.queue.pop(0)
     with pytest.raises(DatabaseUnavailable):

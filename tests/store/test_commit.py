@@ -167,7 +167,7 @@ def test_a_lost_answer_does_not_hide_that_the_lease_was_lost(postgresql_url, pro
             b"INSERT INTO keepstep_node_run",
             lambda store, fence: outcomes.fan_out(store, fence, [NewNodeRun("n#0", "key", "n", None, 9.0)]),
         ),
-        (b"UPDATE keepstep_thread", lambda store, fence: outcomes.stop(store, fence, status="failed", error="{}")),
+        (b"'the error'", lambda store, fence: outcomes.stop(store, fence, status="failed", error="the error")),
     ],
 )
 def test_other_outcomes_cut_half_way_leave_nothing(postgresql_url, proxied_url, postgresql_proxy, needle, write):

@@ -34,6 +34,16 @@ def test_other_pools_run_graphs_in_the_main_process(embedded, pool):
     assert {words[-2] for words in embedded.notes("starts")} == {str(worker.pid)}
 
 
+def test_children_that_are_started_afresh_instead_of_forked(embedded):
+    worker = embedded.launch("--pool-start-method", "spawn", concurrency=2).ready()
+
+    embedded.start("chain", "t1", "t2")
+    embedded.ended("t1", "t2")
+
+    assert {words[-2] for words in embedded.notes("starts")} <= {str(pid) for pid in worker.children()}
+    assert worker.stop() == 0
+
+
 def test_a_fan_out_is_spread_over_workers_and_joined_once(deployment):
     deployment.touch("hold-part")
     workers = [deployment.worker(concurrency=1) for _ in range(2)]

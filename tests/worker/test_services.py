@@ -14,7 +14,7 @@ import pytest
 import structlog
 
 from keepstep.tasks.forkgate import Gate
-from keepstep.tasks.service import Service
+from keepstep.tasks.service import Service, stop
 
 
 class Counting(Service):
@@ -46,7 +46,7 @@ def test_a_service_survives_errors_and_stops_in_the_middle_of_a_long_wait():
         service.start()
         assert service.done.wait(10)
         begun = time.monotonic()
-        service.stop()
+        stop([service])
 
     assert time.monotonic() - begun < 2
     assert service.finished_in == "keepstep-counting"

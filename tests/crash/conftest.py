@@ -1,0 +1,62 @@
+"""Deployments of this folder's tests: PostgreSQL, Redis, and an outside world that counts."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import pytest
+
+from tests.crash.crew import Crew
+from tests.crash.outside import outside_world
+from tests.worker.deployment import deployed
+
+AGENTS = str(Path(__file__).with_name("agents.py"))
+
+
+@pytest.fixture(scope="module")
+def outside():
+    """The outside world of a module's tests."""
+    with outside_world() as world:
+        yield world
+
+
+@pytest.fixture(scope="module")
+def module_database(postgresql_server, _postgresql_template):
+    """A migrated PostgreSQL database of the module's own."""
+    name = postgresql_server.create_database(template=_postgresql_template)
+    yield postgresql_server.url(name)
+    postgresql_server.drop_database(name)
+
+
+@pytest.fixture(scope="module")
+def crew(tmp_path_factory, module_database, redis_server, outside):
+    """One deployment for all tests of a module, whose workers can be told where to die next."""
+    redis_server.flush()
+    folder = tmp_path_factory.mktemp("crew")
+    with deployed(folder, module_database, redis_server.url, graphs=AGENTS) as deployment:
+        deployment.environment["KEEPSTEP_TEST_OUTSIDE"] = outside.address
+        deployment.environment["KEEPSTEP_CRASH_MARK"] = str(folder / "mark")
+        yield Crew(deployment, outside, folder / "mark")
+
+
+@pytest.fixture
+def deploy(tmp_path, outside):
+    """Make deployments of a test's own: `deploy(database, broker)`; they end with the test."""
+    made = []
+
+    def make(database, broker, looked_at=None, **overrides):
+        context = deployed(tmp_path, database, broker, looked_at, **{"graphs": AGENTS, **overrides})
+        deployment = context.__enter__()
+        made.append(context)
+        deployment.environment["KEEPSTEP_TEST_OUTSIDE"] = outside.address
+        return deployment
+
+    yield make
+    for context in made:
+        context.__exit__(None, None, None)
+
+
+@pytest.fixture
+def served(deploy, postgresql_url, redis_url):
+    """A deployment of a test's own."""
+    return deploy(postgresql_url, redis_url)

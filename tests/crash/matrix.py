@@ -1,0 +1,128 @@
+"""Where the processes of these tests die, and what each death may cost: nothing else may be different after it."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass, field
+
+HISTORY: tuple[tuple[str, dict[str, int]], ...] = (
+    ("input", {}),
+    ("step", {"price": 1}),
+    ("step", {"fare": 1}),
+    ("step", {"seat#0": 1, "seat#1": 1, "seat#2": 1}),
+    ("step", {"captain": 2}),
+    ("step", {"tide": 2}),
+    ("step", {"night": 2}),
+    ("step", {"toll": 1}),
+)
+"""The history of a voyage that nobody disturbs: the kind of each checkpoint, and the starts of its node runs."""
+
+ENTERED = {"price": 1, "fare": 1, "seat0": 1, "seat1": 1, "seat2": 1, "captain": 2, "tide": 2, "night": 2, "toll": 1}
+"""How often the node's bodies are entered: one that waits is entered again with the answer."""
+
+CALLS = {"price": 1, "fare": 1, "seat0": 1, "seat1": 1, "seat2": 1, "rules": 1, "cabin": 1, "toll": 1}
+"""How often the outside world is asked for each effect. `fare` and `cabin` are payments, the others may be repeated."""
+
+
+@dataclass(frozen=True)
+class Death:
+    """One place where a process is killed, and what is different afterwards."""
+
+    point: str
+    at: str
+    """Part of the point's detail: `/3` is the super-step that writes checkpoint 3."""
+    costs: str
+    """What the death costs, for people."""
+    entered: Mapping[str, int] = field(default_factory=dict)
+    """Bodies that are entered more often than otherwise, and how often in all."""
+    starts: Mapping[str, int] = field(default_factory=dict)
+    """Node runs with more starts; a start is counted before the body is entered."""
+    calls: Mapping[str, int] = field(default_factory=dict)
+    """Effects that are asked for more often, or not at all."""
+    blocked: bool = False
+    """The thread ends blocked: nobody knows whether its payment was made."""
+    of_main_process: bool = False
+    """The worker's main process dies, not a child of its pool."""
+
+    @property
+    def id(self) -> str:
+        """The test's name."""
+        return f"{self.point}-{self.at.strip('/')}" if self.at else self.point
+
+
+_AGAIN = "the node's body is entered again; what it did is answered from the journal"
+_NEXT = "nothing; the sweep finds the thread"
+_NOTHING = "nothing; the lease is given back at once"
+
+OF_CHILDREN = (
+    Death("before_claim", "", "nothing; the sweep finds the thread"),
+    Death("after_claim", "/0", _NOTHING),
+    Death("after_claim", "/2", "a start is counted that entered no body", starts={"fare": 2}),
+    Death("after_claim", "/4", "a start is counted that entered no body", starts={"captain": 3}),
+    Death("after_begin", "", "a start is counted that entered no body", starts={"price": 2}),
+    Death("before_fan_out", "", _NOTHING),
+    Death("after_fan_out", "", "nothing; the sweep finds the node runs"),
+    Death("before_intent", "fare", _AGAIN, entered={"fare": 2}, starts={"fare": 2}),
+    Death("before_intent", "cabin", _AGAIN, entered={"captain": 3}, starts={"captain": 3}),
+    Death(
+        "after_intent",
+        "fare",
+        "the thread is blocked as `effect_unknown`; nothing was called, and nothing is",
+        entered={"fare": 2},
+        calls={"fare": 0},
+        blocked=True,
+    ),
+    Death("after_call", "price", "an effect that may be repeated is", {"price": 2}, {"price": 2}, {"price": 2}),
+    Death("after_call", "seat1", "an effect that may be repeated is", {"seat1": 2}, {"seat#1": 2}, {"seat1": 2}),
+    Death(
+        "after_call",
+        "fare",
+        "the thread is blocked as `effect_unknown`; a payment is not made again",
+        entered={"fare": 2},
+        blocked=True,
+    ),
+    Death("after_result", "price", _AGAIN, {"price": 2}, {"price": 2}),
+    Death("after_result", "fare", _AGAIN, {"fare": 2}, {"fare": 2}),
+    Death("after_result", "seat1", _AGAIN, {"seat1": 2}, {"seat#1": 2}),
+    Death("after_result", "cabin", _AGAIN, {"captain": 3}, {"captain": 3}),
+    Death("before_pending_write", "seat#1", _AGAIN, {"seat1": 2}, {"seat#1": 2}),
+    Death("after_pending_write", "seat#0", "nothing; the node run is not run again"),
+    Death("after_pending_write", "seat#2", "nothing; of the last node run: the sweep finds the thread"),
+    Death("before_park", "captain", _AGAIN, {"captain": 3}, {"captain": 3}),
+    Death("before_park", "tide", _AGAIN, {"tide": 3}, {"tide": 3}),
+    Death("after_park", "captain", "nothing; the thread waits"),
+    Death("after_park", "night", "nothing; the thread waits"),
+    Death("before_commit", "/0", "nothing; the run begins again"),
+    Death("before_commit", "/1", _AGAIN, {"price": 2}, {"price": 2}),
+    Death("before_commit", "/3", "nothing; the node runs are joined again, and none is run again"),
+    Death("before_commit", "/4", _AGAIN, {"captain": 3}, {"captain": 3}),
+    Death("inside_commit", "input/0", "nothing; the run begins again"),
+    Death("inside_commit", "step/2", _AGAIN, {"fare": 2}, {"fare": 2}),
+    Death("inside_commit", "step/7", _AGAIN, {"toll": 2}, {"toll": 2}),
+    Death("after_commit", "/0", _NEXT),
+    Death("after_commit", "/2", _NEXT),
+    Death("after_commit", "/7", "nothing; the run has ended"),
+    Death("after_nudge", "/2", "nothing; the next step is in the queue"),
+)
+"""Where a pool child dies."""
+
+_REPLAY = "nothing is known of the command; it is sent again and applied"
+_DUPLICATE = "nothing; the command is sent again and found applied; the sweep finds what is due"
+
+OF_MAIN_PROCESS = (
+    *(
+        Death("inside_command", verb, _REPLAY, of_main_process=True)
+        for verb in ("start", "control", "decide", "signal")
+    ),
+    *(
+        Death("after_command", verb, _DUPLICATE, of_main_process=True)
+        for verb in ("start", "control", "decide", "signal")
+    ),
+    Death("after_sweep", "", "nothing; another sweep finds the same, a little later", of_main_process=True),
+)
+"""Where a worker's main process dies under a voyage."""
+
+REGISTERED = Death("after_register", "", "nothing; the row lapses and is removed", of_main_process=True)
+"""Where a worker dies before it takes any work."""
+
+DEATHS = (*OF_CHILDREN, *OF_MAIN_PROCESS, REGISTERED)

@@ -1,0 +1,155 @@
+"""Processes are killed at every named point of the protocol; the histories and the outside world say what it cost."""
+
+from __future__ import annotations
+
+import signal
+import threading
+
+import pytest
+
+from keepstep.crashpoints import POINTS
+from tests.crash import evidence
+from tests.crash.matrix import CALLS, DEATHS, ENTERED, HISTORY, OF_CHILDREN, OF_MAIN_PROCESS
+from tests.worker.deployment import eventually
+
+pytestmark = pytest.mark.kill
+
+LOG = [
+    *("price of {0}", "fare of {0}", "seat0 of {0}", "seat1 of {0}", "seat2 of {0}"),
+    *("rules of {0}", "approve", "cabin of {0}", "high", "slept", "toll of {0}"),
+]
+COMMANDS = {"start": 1, "pause": 1, "resume": 1, "decide": 1, "signal": 1}
+
+
+def begin(crew, thread):
+    crew.deployment.client.start("voyage", thread, {})
+
+
+def sail(crew, thread):
+    """Give a voyage everything that it waits for, as it comes to it."""
+    client = crew.deployment.client
+    begin(crew, thread)
+    approval = open_wait(crew, thread, "approval")
+    client.pause(thread, graph="voyage")
+    client.resume(thread, graph="voyage")
+    client.approve(approval, by="anna")
+    open_wait(crew, thread, "signal")
+    client.signal(thread, "tide", "high", graph="voyage")
+    crew.deployment.ended(thread)
+
+
+def open_wait(crew, thread, kind):
+    def look():
+        return crew.deployment.query(
+            "SELECT coalesce(w.approval_id, w.signal_name) FROM keepstep_wait w JOIN keepstep_thread t "
+            "ON t.id = w.thread_id WHERE t.name = :name AND w.kind = :kind AND w.status = 'open'",
+            name=thread,
+            kind=kind,
+        )
+
+    return eventually(look, what=f"a wait for a {kind}")[0][0]
+
+
+def check_voyage(crew, thread, death):
+    """Everything is as without the death, but for what the matrix says."""
+    deployment = crew.deployment
+    starts = [(kind, {run: death.starts.get(run, times) for run, times in runs.items()}) for kind, runs in HISTORY]
+    assert evidence.history(deployment, thread) == starts
+    assert evidence.state(deployment, thread) == {"log": [line.format(thread) for line in LOG]}
+    check_outside(crew, thread, {**ENTERED, **death.entered}, {**CALLS, **death.calls})
+    assert {call.split(":")[1]: done for call, done in evidence.journal(deployment, thread).items()} == dict.fromkeys(
+        CALLS, ("done", 1)
+    )
+    assert evidence.commands(deployment, thread) == COMMANDS
+    assert deployment.query(
+        "SELECT status, control, lease_nonce, pending, runs, queued, run_active FROM keepstep_thread WHERE name = :name",
+        name=thread,
+    ) == [("done", "", None, 0, 1, 0, 0)]
+    assert evidence.count(deployment, "run", thread, "x.status = 'done' AND x.steps = 7") == 1
+    assert evidence.count(deployment, "event", thread) == 1
+    assert evidence.count(deployment, "node_run", thread) == 3
+    assert evidence.count(deployment, "approval", thread) == 1
+    assert evidence.count(deployment, "wait", thread) == 3
+    assert evidence.count(deployment, "wait", thread, "x.status = 'open'") == 0
+    assert evidence.count(deployment, "signal", thread) == 0
+
+
+def check_outside(crew, thread, entered, calls):
+    expected = {f"enter-{node}": times for node, times in entered.items()} | calls
+    assert crew.outside.calls(thread) == {name: times for name, times in expected.items() if times}
+    for name, times in calls.items():
+        assert len(crew.outside.keys(thread, name)) == min(times, 1), f"{name} was asked for under several keys"
+
+
+def check_blocked(crew, thread, death):
+    """The thread is where it was, says why, and an operator's retry calls nothing either."""
+    deployment = crew.deployment
+    for attempt in (1, 2):
+        deployment.ended(thread, status="blocked")
+        assert evidence.error_code(deployment, thread) == "effect_unknown"
+        assert evidence.history(deployment, thread) == list(HISTORY[:2])
+        assert evidence.journal(deployment, thread)["pay:fare"] == ("intent", 1)
+        entered = {"price": 1, "fare": death.entered["fare"] + attempt - 1}
+        check_outside(crew, thread, entered, {"price": 1, "fare": 1, **death.calls})
+        if attempt == 1:
+            version = deployment.query("SELECT version FROM keepstep_thread WHERE name = :name", name=thread)
+            deployment.client.retry(thread, graph="voyage")
+            crew.outside.called("enter-fare", thread, entered["fare"] + 1)
+            eventually(
+                lambda: deployment.query(
+                    "SELECT 1 FROM keepstep_thread WHERE name = :name AND version > :version + 1",
+                    name=thread,
+                    version=version[0][0],
+                ),
+                what="the second block",
+            )
+
+
+@pytest.mark.parametrize("death", OF_CHILDREN, ids=lambda death: death.id)
+def test_a_pool_child_dies(crew, death):
+    worker, thread = crew.worker, death.id.replace("#", ".").replace("/", ".")
+    children = eventually(worker.children, what="the pool")
+    crew.arm(death.point, death.at, then=crew.hasten)
+
+    begin(crew, thread) if death.blocked else sail(crew, thread)
+    point, pid = crew.died()
+    assert (point, pid in children) == (death.point, True)
+
+    (check_blocked if death.blocked else check_voyage)(crew, thread, death)
+    lost = eventually(lambda: [e for e in worker.events("child_lost") if e["pid"] == pid], what="the loss noticed")
+    assert [event["reason"] for event in lost] == ["signal 9 (SIGKILL)"]
+    assert worker.process.poll() is None
+    assert worker.events("nudge_dropped") == []
+
+
+@pytest.mark.parametrize("death", OF_MAIN_PROCESS, ids=lambda death: death.id)
+def test_a_main_process_dies(crew, death):
+    worker, thread = crew.worker, death.id
+    crew.arm(death.point, death.at, then=crew.replaced)
+
+    sail(crew, thread)
+    assert crew.died() == (death.point, worker.pid)
+
+    check_voyage(crew, thread, death)
+    assert worker.process.wait(10) == -signal.SIGKILL
+
+
+def test_a_worker_dies_when_it_has_registered(crew):
+    worker, thread = crew.worker, "after_register"
+    crew.arm("after_register")
+
+    other = crew.deployment.launch(concurrency=1)
+    assert other.process.wait(30) == -signal.SIGKILL
+    assert crew.died() == ("after_register", other.pid)
+    sail(crew, thread)
+
+    check_voyage(crew, thread, DEATHS[-1])
+    eventually(
+        lambda: crew.deployment.query("SELECT pid FROM keepstep_worker") == [(worker.pid,)],
+        what="the dead worker's row removed",
+    )
+
+
+def test_every_point_is_tested():
+    assert {death.point for death in DEATHS} == set(POINTS)
+    assert len({death.id for death in DEATHS}) == len(DEATHS)

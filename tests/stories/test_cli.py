@@ -1,0 +1,270 @@
+"""A deployment run from the command line alone, as its operator does: on a laptop, and on PostgreSQL and Redis."""
+
+from __future__ import annotations
+
+import contextlib
+import json
+import os
+import re
+import signal
+import subprocess
+import sys
+import time
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
+
+AGENTS = Path(__file__).with_name("cli_agents.py")
+BIG = [2**53 + 1, 2**63 - 1, 2**63, -(2**63) - 1, 2**64, int("7" * 80)]
+
+
+class Terminal:
+    """Somebody at a prompt in one folder."""
+
+    def __init__(self, folder: Path, **environment: str) -> None:
+        self.folder = folder
+        self.environment = {**os.environ, "COLUMNS": "120", **environment}
+        self.running: list[subprocess.Popen[str]] = []
+
+    def begin(self, *arguments: str) -> subprocess.Popen[str]:
+        """Type a command and leave it running."""
+        process = subprocess.Popen(
+            [sys.executable, "-m", "keepstep", *arguments],
+            cwd=self.folder,
+            env=self.environment,
+            stdout=subprocess.PIPE,
+            stderr=subprocess.PIPE,
+            text=True,
+        )
+        self.running.append(process)
+        return process
+
+    def type(self, *arguments: str, code: int = 0) -> str:
+        """Type a command; return what it prints on standard output, or on standard error when it fails."""
+        out, err = self.begin(*arguments).communicate(timeout=90)
+        assert self.running.pop().returncode == code, out + err
+        assert "Traceback" not in err
+        return err if code else out
+
+    def ask(self, *arguments: str, code: int = 0) -> dict:
+        """Type a command with --json; return its document."""
+        out, _ = self.begin(*arguments, "--json").communicate(timeout=90)
+        assert self.running.pop().returncode == code, out
+        return json.loads(out)
+
+    def worker(self) -> subprocess.Popen[str]:
+        """Start a worker, with its log in a file."""
+        with (self.folder / "worker.log").open("a") as log:
+            process = subprocess.Popen(
+                [sys.executable, "-m", "keepstep", "worker", str(AGENTS), "--concurrency", "2"],
+                cwd=self.folder,
+                env=self.environment,
+                stdout=log,
+                stderr=log,
+                text=True,
+            )
+        self.running.append(process)
+        return process
+
+    def approval(self, thread: str) -> dict:
+        """Wait for a thread's next question."""
+        deadline = time.monotonic() + 60
+        while True:
+            found = self.ask("approvals", "--thread", thread)["approvals"]
+            if found:
+                return found[0]
+            assert time.monotonic() < deadline, (self.folder / "worker.log").read_text()[-3000:]
+
+    def status(self, thread: str, wanted: str) -> dict:
+        """Wait for a thread's status."""
+        deadline = time.monotonic() + 60
+        while True:
+            found = self.ask("show", thread)
+            if found["thread"]["status"] == wanted:
+                return found
+            assert time.monotonic() < deadline, found
+
+    def close(self) -> None:
+        """End what still runs."""
+        for process in self.running:
+            if process.poll() is None:
+                process.terminate()
+        for process in self.running:
+            try:
+                process.communicate(timeout=20)
+            except subprocess.TimeoutExpired:
+                process.kill()
+                process.communicate()
+
+
+@pytest.fixture
+def laptop(tmp_path) -> Iterator[Terminal]:
+    """No setting at all: SQLite and the file broker under .keepstep/."""
+    with contextlib.closing(Terminal(tmp_path)) as terminal:
+        yield terminal
+
+
+@pytest.fixture
+def servers(tmp_path, empty_postgresql_url, redis_url) -> Iterator[Terminal]:
+    """PostgreSQL and Redis, an empty database."""
+    environment = {"KEEPSTEP_DATABASE": empty_postgresql_url, "KEEPSTEP_BROKER": redis_url}
+    with contextlib.closing(Terminal(tmp_path, **environment)) as terminal:
+        yield terminal
+
+
+@pytest.fixture(params=["laptop", "servers"])
+def terminal(request) -> Terminal:
+    """Each of the two."""
+    return request.getfixturevalue(request.param)
+
+
+@pytest.mark.slow
+def test_an_operator_runs_an_agent_from_beginning_to_end(terminal):
+    if "KEEPSTEP_DATABASE" in terminal.environment:
+        assert "run 'keepstep db upgrade'" in terminal.type("worker", str(AGENTS), code=1)
+        assert "upgraded from no schema" in terminal.type("db", "upgrade")
+    worker = terminal.worker()
+
+    # The worker is still starting: the start is sent again until it is accepted.
+    start = terminal.begin(
+        "start", "refunds", "order-81", "order_id=81", 'amount="12.50"', "parts=6", "--wait", "--confirm-timeout", "60"
+    )
+    assert start.stderr.readline().split() == ["accepted", "refunds/order-81"]
+    asked = terminal.approval("order-81")
+    assert asked["question"] == "Pay the refund?"
+    assert asked["arguments"] == {"amount": {"$": "decimal", "v": "12.50"}}
+    assert asked["to"] == ["money"]
+    text = terminal.type("approvals")
+    assert f"keepstep approve {asked['id']}" in text
+    assert '{"amount": 12.50}' in text
+
+    listed = terminal.type("threads")
+    assert re.search(r"order-81 +refunds +waiting +2 .*waits for 1 decision", listed)
+    assert terminal.ask("threads", "--status", "done") == {"threads": [], "next_before": None}
+
+    edited = ("--arguments", '{"amount": "10.00"}', "--by", "anna", "--comment", "with the shop")
+    assert f"approved {asked['id']} as anna" in terminal.type("approve", asked["id"], *edited)
+    assert "nothing was changed" in terminal.type("approve", asked["id"], *edited)
+    refused = terminal.ask("reject", asked["id"], "--by", "ben", code=2)
+    assert refused["error"]["code"] == "approval_closed"
+
+    question = terminal.approval("order-81")
+    assert question["schema"] == {"type": "integer"}
+    assert "does not fit the question's schema" in terminal.type("answer", question["id"], "soon", code=2)
+    terminal.type("answer", question["id"], "3")
+    sent = terminal.ask("signal", "order-81", "goods_returned", '{"parcel": "P-7"}')
+    assert (sent["accepted"], sent["duplicate"]) == (True, False)
+
+    out, err = start.communicate(timeout=60)
+    assert start.returncode == 0, err
+    assert re.search(r"^status +paid 10\.00 as anna said$", out, re.MULTILINE)
+    assert re.search(rf"^big .*{2**64}", out, re.MULTILINE | re.DOTALL)
+    assert [line.split()[0] for line in err.splitlines() if line.startswith(("accepted", "event", "step", "done"))] == [
+        *["event", "step", "step", "step", "done"],
+    ]
+    assert "step      2    check x6" in err
+    assert f"keepstep answer {question['id']} VALUE" in err
+
+    state = terminal.ask("state", "order-81")["state"]
+    assert [int(each["v"]) for each in state["big"]] == BIG
+    assert state["checked"] == [0, 1, 2, 3, 4, 5]
+    assert state["order_id"] == "81"
+    assert (state["days"], state["parcel"]) == (3, "P-7")
+    assert "checked" not in terminal.ask("state", "order-81", "--at", "1")["state"]
+
+    history = terminal.ask("history", "order-81")["checkpoints"]
+    assert [each["seq"] for each in history] == [0, 1, 2, 3]
+    assert history[1]["next"] == [f"check#{number}" for number in range(6)]
+    at = history[1]["at"]
+    assert terminal.ask("state", "order-81", "--at", at) == {
+        **terminal.ask("state", "order-81", "--at", history[1]["id"]),
+        "at": at,
+    }
+    assert [each["seq"] for each in terminal.ask("history", "order-81", "--last", "2")["checkpoints"]] == [2, 3]
+
+    shown = terminal.ask("show", "order-81")
+    assert shown["thread"]["status"] == "done"
+    assert [each["payload"] for each in shown["events"]] == [{"planned": 6}]
+    assert [each["action"] for each in shown["audit"]] == ["start", "decide", "decide", "signal"]
+    assert shown["approvals"][0]["decisions"][0]["by"] == "anna"
+    assert "Events (1" in terminal.type("show", "order-81")
+
+    examined = terminal.ask("doctor")
+    assert examined["healthy"] is True
+    assert {each["level"] for each in examined["checks"]} == {"ok"}
+
+    worker.send_signal(signal.SIGTERM)
+    assert worker.wait(30) == 0
+    assert "none is alive" in terminal.type("doctor")
+
+
+@pytest.mark.slow
+def test_a_run_that_reaches_its_step_limit_goes_on_with_a_higher_one(laptop):
+    laptop.worker()
+    begin = ("--wait", "--confirm-timeout", "60")
+    assert laptop.ask("start", "counting", "a", "enough=20", *begin)["steps"] == 20
+    assert laptop.ask("start", "counting", "a", "enough=30", *begin)["steps"] == 10  # of this run
+
+    endless = laptop.ask("start", "counting", "a", "enough=1000000", *begin, code=1)
+    assert (endless["status"], endless["steps"], endless["error"]["code"]) == ("failed", 25, "step_limit")
+    assert endless["state"]["count"] == 55
+    assert "keepstep retry a --step-limit N" in laptop.type("show", "a")
+
+    laptop.type("retry", "a", "--step-limit", "40")
+    again = laptop.status("a", "failed")
+    assert (again["thread"]["steps"], again["thread"]["error"]["code"]) == (40, "step_limit")
+    assert laptop.ask("state", "a")["state"]["count"] == 70
+
+
+@pytest.mark.slow
+def test_threads_are_steered(laptop):
+    laptop.worker()
+    laptop.type("start", "held", "h", "--confirm-timeout", "60")
+    refused = laptop.ask("start", "held", "h", "--reject-if-running", code=2)
+    assert refused["error"]["code"] == "run_in_progress"
+    queued = laptop.begin("start", "held", "h", "--wait")
+
+    assert laptop.type("pause", "h", "--reason", "a look first") == "h is paused\n"
+    assert laptop.ask("show", "h")["thread"]["paused"] is True
+    assert laptop.type("resume", "h") == "h is resumed\n"
+    assert laptop.ask("start", "held", "h", "--wait", "--timeout", "0.3", code=1)["ended"] is False
+    assert laptop.type("cancel", "h", "--reason", "enough", "--by", "anna") == "h is cancelled\n"
+    _, err = queued.communicate(timeout=30)
+    assert queued.returncode == 1
+    assert "cancelled" in err
+
+    shown = laptop.ask("show", "h")
+    assert shown["thread"]["error"] == {"code": "cancelled", "message": "enough", "by": "anna"}
+    assert laptop.ask("pause", "h", code=2)["error"]["code"] == "wrong_status"
+    assert laptop.ask("retry", "h", code=2)["error"]["code"] == "wrong_status"
+    assert laptop.ask("signal", "nobody", "s", code=2)["error"]["code"] == "not_found"
+    (laptop.folder / "release").touch()
+
+
+@pytest.mark.slow
+def test_a_failure_says_what_and_what_to_do(laptop):
+    laptop.worker()
+    err = laptop.type("start", "broken", "b", "--wait", "--confirm-timeout", "60", code=1)
+    assert re.search(r"^failed +after 0 steps and .*: fail: the shop is closed \[node_failed\]$", err, re.MULTILINE)
+    assert err.splitlines()[-1] == "once its cause is mended: keepstep retry b"
+    assert re.search(r"b +broken +failed +0 .*node_failed: the shop is closed", laptop.type("threads"))
+    unknown = laptop.ask("start", "nosuch", "t", code=2)
+    assert unknown["error"]["code"] == "unknown_graph"
+    assert "broken, counting, held, refunds" in unknown["error"]["message"]
+    wrong = laptop.type("start", "counting", "c", "count=many", "colour=red", code=2)
+    assert "$.colour: unknown key" in wrong
+    assert laptop.ask("show", "c", code=2)["error"]["code"] == "not_found"
+
+
+@pytest.mark.slow
+def test_following_can_be_stopped_and_the_run_goes_on(laptop):
+    laptop.worker()
+    following = laptop.begin("start", "held", "h", "--wait", "--confirm-timeout", "60")
+    assert following.stderr.readline().split() == ["accepted", "held/h"]
+    following.send_signal(signal.SIGINT)
+    out, err = following.communicate(timeout=30)
+    assert (following.returncode, out) == (130, "")
+    assert err == "no longer followed, but h goes on; look again: keepstep show h\n"
+    (laptop.folder / "release").touch()
+    assert laptop.status("h", "done")["thread"]["steps"] == 1

@@ -17,16 +17,19 @@ BIN := $(VENV)/bin
 PIP := $(BIN)/python -m pip --disable-pip-version-check -qq
 LINKS := build/typing/keepstep
 PYTEST_ARGS ?=
+BENCH_ARGS ?=
+SEEDS ?= 2000
+SEED ?=
 
-say = printf '%-8s%s\n' "$(1)" "$(2)"
+say = printf '%-9s%s\n' "$(1)" "$(2)"
 
-.PHONY: help run dev test lint lint-ruff lint-types lint-imports lint-files lock clean
+.PHONY: help run dev test bench simulate lint lint-ruff lint-types lint-imports lint-files lock clean
 
 help: ## this list
 	@printf 'Targets:\n'
 	@sed -n 's/^\([a-z][a-z-]*\):[^#]*## /\1\t/p' Makefile | while IFS=$$'\t' read -r name text; do \
-		printf '  %-8s%s\n' "$$name" "$$text"; done
-	@printf 'Variables: PYTHON (makes the environment), PYTEST_ARGS (make test PYTEST_ARGS="-k lease -x")\n'
+		printf '  %-9s%s\n' "$$name" "$$text"; done
+	@printf 'Variables: PYTHON (makes the environment), PYTEST_ARGS (make test PYTEST_ARGS="-k lease -x"),\n  SEEDS, SEED (make simulate)\n'
 
 run: $(VENV)/.runnable ## an agent audits the licences of this environment, on two workers of which one is killed
 	@$(BIN)/python -m examples.licence_audit
@@ -36,6 +39,13 @@ dev: $(VENV)/.installed $(LINKS) ## the environment in .venv: locked dependencie
 test: dev ## all tests, with PostgreSQL and Redis servers of their own
 	@$(call say,test,pytest $(PYTEST_ARGS))
 	@$(BIN)/python -m pytest $(PYTEST_ARGS)
+
+bench: dev ## the speed of steps against Celery's, as ratios of one run; BENCH_ARGS="--check --quick"; last line JSON
+	@$(BIN)/python -m benchmarks $(BENCH_ARGS)
+
+simulate: dev ## seeded faults on the real runtime: SEEDS=2000 of them, or SEED=1234 with its schedule; last line JSON
+	@$(call say,simulate,$(if $(SEED),seed $(SEED),$(SEEDS) seeds))
+	@$(BIN)/python -m tests.simulation $(if $(SEED),--seed $(SEED),--seeds $(SEEDS))
 
 lint: lint-ruff lint-types lint-imports lint-files ## ruff, mypy --strict, the import contract, shell and container files
 

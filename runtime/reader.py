@@ -231,7 +231,8 @@ class Reader:
             if at.tzinfo is None:
                 message = "at: give a time with its zone"
                 raise InvalidInput(message)
-            found = views.seq_at(self._store, row.id, row.branch, at.timestamp())
+            # Times are shown rounded to microseconds: a checkpoint's own time must find it.
+            found = views.seq_at(self._store, row.id, row.branch, at.timestamp() + 1e-6)
         elif isinstance(at, int):
             found = at if 0 <= at <= row.seq else None
         else:
@@ -272,7 +273,7 @@ class Reader:
                     row.run,
                     row.kind,
                     row.status,
-                    asked["question"],
+                    _shown(asked["question"]),
                     asked["arguments"],
                     asked["context"],
                     asked["to"],
@@ -304,6 +305,11 @@ class Reader:
     def next_due(self, thread_id: str) -> float | None:
         """Return when time will wake a thread that waits (seconds since 1970), None when only people can."""
         return views.next_due(self._store, thread_id)
+
+
+def _shown(text: Any) -> str:
+    """Return a text for people: one that JSON cannot carry, such as half an emoji, is shown escaped."""
+    return text if isinstance(text, str) else str(text["v"])
 
 
 def _thread_of(row: ThreadView) -> Thread:

@@ -9,6 +9,7 @@ process is not ours to end (`graph.run` in a program), its attempt is over when 
 from __future__ import annotations
 
 import contextlib
+import os
 import signal
 import threading
 import time
@@ -24,22 +25,35 @@ def _raise_overdue(_number: int, _frame: FrameType | None) -> None:
     raise NodeOverdue
 
 
+# The process whose alarms were ours alone when its first node ran. Asking for the handler at each node is slow: the
+# signal module tries to make an enum of it.
+_own_process = 0
+
+
 @contextlib.contextmanager
-def alarm(seconds: float) -> Iterator[None]:
-    """Raise `NodeOverdue` in the block after that time, where the process allows it: in its main thread."""
+def alarm(seconds: float, *, process_is_ours: bool = False) -> Iterator[None]:
+    """Raise `NodeOverdue` in the block after that time, where the process allows it: in its main thread.
+
+    `process_is_ours`: nobody else in this process sets alarms.
+    """
+    global _own_process  # noqa: PLW0603  as the handler is, this is the process's
     if threading.current_thread() is not threading.main_thread():
         yield
         return
-    before = signal.getsignal(signal.SIGALRM)
-    if before is not _raise_overdue:
-        signal.signal(signal.SIGALRM, _raise_overdue)
+    before: object = _raise_overdue
+    if not (process_is_ours and _own_process == os.getpid()):
+        before = signal.getsignal(signal.SIGALRM)
+        if before is not _raise_overdue:
+            signal.signal(signal.SIGALRM, _raise_overdue)
+        _own_process = os.getpid() if process_is_ours else 0
     signal.setitimer(signal.ITIMER_REAL, seconds)
     try:
         yield
     finally:
         signal.setitimer(signal.ITIMER_REAL, 0)
         if before is not _raise_overdue and before not in {signal.SIG_DFL, None}:
-            signal.signal(signal.SIGALRM, before)
+            signal.signal(signal.SIGALRM, before)  # type: ignore[arg-type]  # as getsignal gave it
+            _own_process = 0
 
 
 @contextlib.contextmanager
@@ -75,14 +89,13 @@ class Watchdog:
             if self._thread is None or not self._thread.is_alive():
                 self._thread = threading.Thread(target=self._run, name="keepstep-watchdog", daemon=True)
                 self._thread.start()
-        self._busy.set()
+            if not self._busy.is_set():
+                self._busy.set()
         try:
             yield
         finally:
             with self._lock:
                 self._due.pop(number, None)
-                if not self._due:
-                    self._busy.clear()
 
     def _run(self) -> None:
         while True:
@@ -92,5 +105,8 @@ class Watchdog:
             with self._lock:
                 late = [number for number, (deadline, _) in self._due.items() if deadline <= now]
                 calls = [self._due.pop(number)[1] for number in late]
+                if not self._due:
+                    # Here and not when a node ends: nodes that follow each other need not wake this thread.
+                    self._busy.clear()
             for call in calls:
                 call()

@@ -51,6 +51,8 @@ def celery_defaults(settings: Settings) -> dict[str, Any]:
         "worker_max_tasks_per_child": 20_000,
         # A child that imports much on a busy machine takes longer than Celery's 4 s and is no less alive.
         "worker_proc_alive_timeout": 30.0,
+        # How long a lost child's task counts as running, in case its result is still under way: nudges have none.
+        "worker_lost_wait": 0.2,
         "worker_hijack_root_logger": False,
         "worker_redirect_stdouts": False,
         "worker_enable_remote_control": False,

@@ -34,7 +34,7 @@ class Liveness(Service):
         # and each would find all the others dead. So a worker takes over from nobody until it has renewed without a
         # gap for a window, in which the living show themselves.
         self._steady_since = self._renewed_at = time.monotonic()
-        self._database_ahead: float | None = None
+        self._database_ahead: tuple[float, float] | None = None
         self.failed_seconds = min(settings.renew_seconds, 1.0)
 
     @property
@@ -47,14 +47,15 @@ class Liveness(Service):
         """Renew once."""
         try:
             with self.gate.hold():
+                asked = time.monotonic()
                 database_time = workers.renew(self._store, self._registration.worker_id, window_seconds=self._window)
+                now = time.monotonic()
                 if database_time is None:
                     self._registration.register(self._store)
         except Exception:
             self._steady_since = time.monotonic()
             raise
-        now = time.monotonic()
-        self._judge(now, database_time)
+        self._judge(asked, now, database_time)
         self._renewed_at = now
         return self._settings.renew_seconds
 
@@ -62,14 +63,19 @@ class Liveness(Service):
         """Close the connection."""
         self._store.dispose()
 
-    def _judge(self, now: float, database_time: float | None) -> None:
+    def _judge(self, asked: float, now: float, database_time: float | None) -> None:
         """Begin the window again when there was a gap."""
-        ahead = None if database_time is None else database_time - now
-        strayed = ahead is not None and abs(ahead - (self._database_ahead or ahead)) > _CLOCK_SLACK_SECONDS
+        # How far the database's clock is ahead of ours lies between these two: it was read in between.
+        ahead = None if database_time is None else (database_time - now, database_time - asked)
+        was_set = ahead is not None and self._database_ahead is not None and _apart(ahead, self._database_ahead)
         self._database_ahead = ahead
         if database_time is None:
             log.warning("worker_was_given_up", worker_id=self._registration.worker_id)
-        elif strayed:
+        elif was_set:
             log.warning("database_clock_was_set", worker_id=self._registration.worker_id)
-        if database_time is None or strayed or now - self._renewed_at > self._window:
+        if database_time is None or was_set or now - self._renewed_at > self._window:
             self._steady_since = now
+
+
+def _apart(one: tuple[float, float], other: tuple[float, float]) -> bool:
+    return max(one[0], other[0]) - min(one[1], other[1]) > _CLOCK_SLACK_SECONDS

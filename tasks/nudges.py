@@ -6,7 +6,7 @@ import structlog
 
 from keepstep.errors import StaleLease
 from keepstep.runtime import superstep
-from keepstep.tasks import process
+from keepstep.tasks import process, tracer
 from keepstep.tasks.app import app
 from keepstep.tasks.config import NODE_TASK, STEP_TASK
 

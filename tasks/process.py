@@ -11,6 +11,8 @@ import signal
 from collections.abc import Mapping
 from dataclasses import dataclass
 
+from celery import signals
+
 from keepstep import settings as settings_module
 from keepstep.errors import KeepstepError
 from keepstep.runtime.compiled import CompiledGraph
@@ -61,7 +63,8 @@ def _end_process() -> None:
     os.kill(os.getpid(), signal.SIGKILL)
 
 
-def begin_child() -> None:
+@signals.worker_process_init.connect
+def begin_child(**_: object) -> None:
     """Give a pool child a runtime of its own; what it inherited is left to the parent."""
     if _current is None:
         settings = settings_module.load()
@@ -84,7 +87,8 @@ def runtime() -> Runtime:
     return _current.runtime
 
 
-def end() -> None:
+@signals.worker_process_shutdown.connect
+def end(**_: object) -> None:
     """Close this process's connections."""
     global _current  # noqa: PLW0603  as above
     if _current is not None and _current.pid == os.getpid():

@@ -14,7 +14,7 @@ from collections.abc import Callable, Iterable, Mapping
 from typing import Any, NoReturn
 
 import structlog
-from celery import bootsteps, signals
+from celery import bootsteps
 from celery.concurrency.prefork import TaskPool as PreforkPool
 from celery.concurrency.solo import TaskPool as SoloPool
 from celery.concurrency.thread import TaskPool as ThreadPool
@@ -40,16 +40,7 @@ from keepstep.tasks.sweeper import Sweeper
 log = structlog.get_logger("keepstep.worker")
 
 _CONNECT_AGAIN_SECONDS_MAX = 5.0
-
-
-@signals.worker_process_init.connect
-def _child_started(**_: object) -> None:
-    process.begin_child()
-
-
-@signals.worker_process_shutdown.connect
-def _child_ended(**_: object) -> None:
-    process.end()
+_COLLECT_SECONDS = 0.2
 
 
 class KeepstepStep(bootsteps.StartStopStep):
@@ -97,8 +88,12 @@ class KeepstepStep(bootsteps.StartStopStep):
             database=self._store.shown,
         )
 
-    def start(self, parent: Any) -> None:  # noqa: ARG002  Celery's signature
+    def start(self, parent: Any) -> None:
         """Start the services."""
+        if parent.hub is not None and issubclass(parent.pool_cls, PreforkPool):
+            # Celery is told of a child's death by a pipe that closes just before the child can be collected. It looks
+            # once, often too early, and then not for 5 s, in which the child's place in the pool takes no work.
+            parent.hub.call_repeatedly(_COLLECT_SECONDS, parent.pool._pool.maintain_pool)  # noqa: SLF001  as below
         for service in (*self._living, *self._receiving):
             service.start()
         log.info("worker_started", worker_id=self._registration.worker_id)

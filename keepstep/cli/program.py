@@ -17,7 +17,7 @@ import typer
 from typer.main import get_command
 
 from keepstep import __version__
-from keepstep.cli import approvals, control, doctor, schema, start, threads, worker
+from keepstep.cli import approvals, control, doctor, schema, show, start, threads, worker
 from keepstep.cli.command import Broker, Database, Json, Tenant, app
 from keepstep.cli.session import OutputClosed, Session
 from keepstep.errors import InvalidInput, KeepstepError
@@ -30,7 +30,8 @@ EXIT_FAILED, EXIT_WRONG_CALL, EXIT_INTERRUPTED, EXIT_OUTPUT_CLOSED = 1, 2, 130, 
 _COMMANDS = {
     worker: ["worker"],
     start: ["start"],
-    threads: ["threads", "show", "history", "state"],
+    threads: ["threads", "history", "state"],
+    show: ["show"],
     approvals: ["approvals", "approve", "reject", "answer"],
     control: ["signal", "pause", "resume", "cancel", "retry"],
     doctor: ["doctor"],

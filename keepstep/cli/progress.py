@@ -13,7 +13,7 @@ from keepstep.cli import records
 from keepstep.cli.approvals import deciding
 from keepstep.cli.output import STATUS_STYLES, console, duration, short, shown, visible
 from keepstep.cli.session import Session
-from keepstep.cli.threads import waited_for
+from keepstep.cli.show import waited_for
 
 if TYPE_CHECKING:
     from rich.console import RenderableType

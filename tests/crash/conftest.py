@@ -33,7 +33,9 @@ def crew(tmp_path_factory, module_database, redis_server, outside):
     """One deployment for all tests of a module, whose workers can be told where to die next."""
     redis_server.flush()
     folder = tmp_path_factory.mktemp("crew")
-    with deployed(folder, module_database, redis_server.url, graphs=AGENTS) as deployment:
+    # A window that no worker misses on a busy machine: nobody here is to be given up who lives.
+    times = {"renew_seconds": 0.5, "liveness_window_seconds": 5.0}
+    with deployed(folder, module_database, redis_server.url, graphs=AGENTS, **times) as deployment:
         deployment.environment["KEEPSTEP_TEST_OUTSIDE"] = outside.address
         deployment.environment["KEEPSTEP_CRASH_MARK"] = str(folder / "mark")
         yield Crew(deployment, outside, folder / "mark")

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import threading
 from pathlib import Path
-from typing import Any
 
 import psutil
 
@@ -14,7 +13,7 @@ from tests.worker.deployment import Deployment, Worker, eventually
 
 
 class Crew:
-    """One worker at a time; the one that is killed is followed by another."""
+    """Workers of a module's tests; those that are killed are followed by others."""
 
     def __init__(self, deployment: Deployment, outside: Outside, mark: Path) -> None:
         self.deployment = deployment
@@ -24,14 +23,21 @@ class Crew:
         self._relief: threading.Thread | None = None
         self._failures: list[BaseException] = []
 
-    @property
-    def worker(self) -> Worker:
-        """The worker that is on duty."""
-        alive = [worker for worker in self.deployment.workers if worker.process.poll() is None]
-        return alive[-1] if alive else self.deployment.worker(concurrency=1)
+    def workers(self, number: int) -> list[Worker]:
+        """Return that many workers, which live and are on duty."""
 
-    def arm(self, point: str, at: str = "", *, then: Any = None) -> None:
-        """Have the next process that reaches the point there die; when it has, call `then` in a thread."""
+        def alive() -> list[Worker]:
+            return [worker for worker in self.deployment.workers if worker.process.poll() is None]
+
+        missing = [self.deployment.launch(concurrency=1) for _ in range(number - len(alive()))]
+        for worker in missing:
+            worker.ready(60)
+        while len(alive()) > number:
+            alive()[0].stop()
+        return alive()
+
+    def arm(self, point: str, at: str = "") -> None:
+        """Have the next process that reaches the point there die; what it was to publish is then soon found missing."""
         self._mark.unlink(missing_ok=True)
         self._next.write_text(f"{point}@{at}", encoding="utf-8")
         self._failures.clear()
@@ -39,8 +45,7 @@ class Crew:
         def relieve() -> None:
             try:
                 self.reached()
-                if then is not None:
-                    then()
+                evidence.hasten(self.deployment)
             except BaseException as error:  # noqa: BLE001  shown by `died`
                 self._failures.append(error)
 
@@ -62,15 +67,6 @@ class Crew:
         eventually(lambda: not psutil.pid_exists(int(pid)) or _is_zombie(int(pid)), what="the death")
         self._next.unlink()
         return name, int(pid)
-
-    def replaced(self) -> None:
-        """Put a new worker in the place of a dead one, and let the time pass in which its nudges are waited for."""
-        self.deployment.worker(concurrency=1)
-        evidence.hasten(self.deployment)
-
-    def hasten(self) -> None:
-        """Let the time pass in which a nudge is waited for."""
-        evidence.hasten(self.deployment)
 
 
 def _is_zombie(pid: int) -> bool:

@@ -67,7 +67,7 @@ def _entry(state: Work, text: str, **others: Any) -> dict[str, Any]:
     return {"log": [f"{state['tag']}:{text}"], **others}
 
 
-# --- chain ---
+# --- chain --------------------------------------------------------------------------------------------------------
 
 chain = Graph("chain", state=Work)
 
@@ -98,7 +98,7 @@ for _pair in ((START, "look"), ("look", "charge"), ("charge", "close"), ("close"
     chain.edge(*_pair)
 
 
-# --- loop, with a step limit that long runs reach ---
+# --- loop, with a step limit that long runs reach -----------------------------------------------------------------
 
 loop = Graph("loop", state=Work, step_limit=6)
 
@@ -115,7 +115,7 @@ loop.edge(START, "turn")
 loop.route("turn", lambda state: "turn" if state["count"] < state["size"] else END, to=["turn", END])
 
 
-# --- fan-out over everybody ---
+# --- fan-out over everybody ---------------------------------------------------------------------------------------
 
 fan = Graph("fan", state=Work, fan_out=True, types=[Piece])
 
@@ -150,14 +150,16 @@ def gathered(state: Work, ctx: Context) -> dict[str, Any]:
 fan.edge(START, "split")
 fan.route(
     "split",
-    lambda state: [Send("piece", {"tag": state["tag"], "number": number}) for number in range(state["size"])] or "gathered",
+    lambda state: (
+        [Send("piece", {"tag": state["tag"], "number": number}) for number in range(state["size"])] or "gathered"
+    ),
     to=["piece", "gathered"],
 )
 fan.edge("piece", "gathered")
 fan.edge("gathered", END)
 
 
-# --- parallel nodes in one worker, one of which waits ---
+# --- parallel nodes in one worker, one of which waits -------------------------------------------------------------
 
 parallel = Graph("parallel", state=Work, fan_out=False)
 
@@ -190,7 +192,7 @@ def meet(state: Work, ctx: Context) -> dict[str, Any]:
 parallel.edge("meet", END)
 
 
-# --- every kind of wait, in one node ---
+# --- every kind of wait, in one node ------------------------------------------------------------------------------
 
 waiting = Graph("waiting", state=Work)
 
@@ -205,7 +207,9 @@ def converse(state: Work, ctx: Context) -> dict[str, Any]:
     _enter(ctx, tag)
     ctx.sleep(6.0)
     signal = ctx.wait_signal("news")
-    third, more = ctx.gather(lambda: ctx.approve(f"{tag} more?", expires=90.0), lambda: ctx.wait_signal("more", key="k"))
+    third, more = ctx.gather(
+        lambda: ctx.approve(f"{tag} more?", expires=90.0), lambda: ctx.wait_signal("more", key="k")
+    )
     paid_again = ctx.effect(pay, tag, "after")
     ctx.emit(f"{tag}:conversed")
     said = f"{first.verdict} {second.verdict} {second.answer} {third.verdict}"
@@ -216,7 +220,7 @@ waiting.edge(START, "converse")
 waiting.edge("converse", END)
 
 
-# --- a question with a deadline, and a signal with one ---
+# --- a question with a deadline, and a signal with one ------------------------------------------------------------
 
 deadline = Graph("deadline", state=Work)
 
@@ -233,7 +237,7 @@ deadline.edge(START, "hurry")
 deadline.edge("hurry", END)
 
 
-# --- a failure that is gone on after, in a subgraph ---
+# --- a failure that is gone on after, in a subgraph ---------------------------------------------------------------
 
 inner = Graph("inner", state=Work)
 
@@ -282,7 +286,7 @@ for _pair in ((START, "before"), ("before", "sub"), ("sub", "after"), ("after", 
 GRAPHS = {graph.name: graph for graph in (chain, loop, fan, parallel, waiting, deadline, nested)}
 
 
-# --- what they must write ---
+# --- what they must write -----------------------------------------------------------------------------------------
 
 
 @dataclass(frozen=True)

@@ -28,6 +28,10 @@ _TROUBLES = {
     "deadline": ("poison",),
     "nested": ("refuse", "poison"),
 }
+_WAITED_FOR = """
+SELECT t.name, w.signal_name, w.signal_key FROM keepstep_wait w JOIN keepstep_thread t ON t.id = w.thread_id
+WHERE w.kind = 'signal' AND w.status = 'open' ORDER BY w.created_at, w.run, w.occurrence
+"""
 _PEOPLE = ("anna", "bert", "cleo")
 
 
@@ -81,7 +85,11 @@ class Clients:
         elif draw < 0.2:
             self._send("start", **fields, input={**given, "size": run.size + 1})
         elif draw < 0.25:
-            self._send("start", **{**fields, "request_id": None, "if_running": "reject"}, input={**given, "tag": "other", "nonsense": 1})
+            self._send(
+                "start",
+                **{**fields, "request_id": None, "if_running": "reject"},
+                input={**given, "tag": "other", "nonsense": 1},
+            )
 
     def decide_something(self) -> None:
         """Decide an approval: an open one, or now and then one that is not; rightly, or as somebody foreign."""
@@ -104,10 +112,7 @@ class Clients:
 
     def signal_everything(self) -> None:
         """Send what is waited for."""
-        rows = self._world.store.query(
-            "SELECT t.name, w.signal_name, w.signal_key FROM keepstep_wait w JOIN keepstep_thread t ON t.id = w.thread_id "
-            "WHERE w.kind = 'signal' AND w.status = 'open' ORDER BY w.created_at, w.run, w.occurrence"
-        )
+        rows = self._world.store.query(_WAITED_FOR)
         for thread, name, key in rows:
             self._signal(thread, name, key)
 
@@ -118,7 +123,11 @@ class Clients:
                 self._send_again(command)
 
     def repair(self) -> None:
-        """Do what an operator would: resume what is paused, retry what a retry can help."""
+        """Do what an operator would: resume what is paused, retry what can be, start what nobody could start."""
+        for run in self.planned:
+            rows = self._world.store.query("SELECT 1 FROM keepstep_run WHERE request_id = ?", f"request {run.tag}")
+            if not rows:
+                self.start(run)
         for thread_id, thread, graph, status, control, error in self._world.store.query(
             "SELECT id, name, agent, status, control, error FROM keepstep_thread ORDER BY name"
         ):
@@ -159,7 +168,9 @@ class Clients:
         message = {"verb": verb, "id": f"command {len(self.sent)}", "tenant": "default", **_DEFAULTS[verb], **fields}
         command = Command(SimpleNamespace(**message))
         self.sent.append(command)
-        told = {name: value for name, value in fields.items() if name in {"thread", "approval", "verdict", "action", "name"}}
+        told = {
+            name: value for name, value in fields.items() if name in {"thread", "approval", "verdict", "action", "name"}
+        }
         self._world.note(f"sent {message['id']}: {verb} {told}")
         self._world.broker.send(command)
 

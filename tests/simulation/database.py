@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import contextlib
 import functools
+import json
 from collections.abc import Callable, Iterator, Mapping
 from typing import TYPE_CHECKING, Any, TypeVar
 
@@ -29,8 +30,14 @@ _CLAIMS = (leases._CLAIM_THREAD, leases._CLAIM_NODE)
 _UNFENCED = (*_CLAIMS, effects._END)
 """What an attempt may write without holding a lease: it acquires one, or it says what came of an effect."""
 _UNAVAILABLE_SECONDS = 0.2
+_REASONS = {
+    "failed": {"node_failed", "node_timeout", "step_limit"},
+    "blocked": {"effect_unknown", "worker_lost"},
+}
+"""Why a thread of these graphs may stop: their nodes are deterministic, so nothing else can be right."""
 _THREADS = """
-SELECT id, name, status, seq, version, branch, fanned, pending, control, lease_nonce, lease_deadline FROM keepstep_thread
+SELECT agent, id, name, status, seq, version, branch, fanned, pending, control, lease_nonce, lease_deadline
+FROM keepstep_thread
 """
 _MISSED = """
 SELECT w.run, s.name, s.key FROM keepstep_wait w JOIN keepstep_signal s ON s.thread_id = w.thread_id
@@ -172,11 +179,11 @@ class SimulatedStore(Store):
         if outcomes._INSERT_WAIT in transaction.wrote or signals._KEEP in transaction.wrote:
             missed = self.query(_MISSED, self.world.database_time())
             world.require(not missed, "a signal and the wait for it have missed each other", str(missed))
-        for row in self.query(_THREADS):
-            self._check_lease((row[0], ""), row[1], *row[-3:], claims=claims)
+        for agent, *row in self.query(_THREADS):
+            self._check_lease((row[0], ""), f"{row[1]} {agent}", *row[-3:], claims=claims)
             self._check_thread(*row[:-3])
             if row[6]:
-                self._check_fan(*row[:-3], claims=claims)
+                self._check_fan(agent, *row[:-3], claims=claims)
 
     def _check_lease(
         self, key: tuple[str, str], name: str, control: str, nonce: str | None, deadline: float | None, *, claims: bool
@@ -191,6 +198,9 @@ class SimulatedStore(Store):
             self.world.require(control != "pause", "a paused thread was taken", detail)
             live = before is not None and until is not None and until > self.world.database_time()
             self.world.require(not live, "a live lease was taken", detail)
+            process = self.world.process
+            carries = process is None or (name.split()[1], "1") in process.worker.graphs
+            self.world.require(carries, "taken by a worker that cannot run it", detail)
 
     def _check_thread(
         self, thread_id: str, name: str, status: str, seq: int, version: int, branch: int, fanned: int, pending: int
@@ -208,9 +218,13 @@ class SimulatedStore(Store):
             require(version >= before[3], "the version went back", f"{name}: {before[3]} -> {version}")
         if status == "waiting" and not fanned:
             self._require_wait(thread_id, seq + 1, None, f"{name} {branch} {pending}")
+        if status in _REASONS:
+            ((error,),) = self.query("SELECT error FROM keepstep_thread WHERE id = ?", thread_id)
+            require(json.loads(error)["code"] in _REASONS[status], f"{status} for no good reason", f"{name}: {error}")
 
     def _check_fan(
         self,
+        agent: str,
         thread_id: str,
         name: str,
         status: str,
@@ -224,7 +238,7 @@ class SimulatedStore(Store):
     ) -> None:
         runs = self.query(_NODE_RUNS, thread_id, branch, seq + 1)
         for run, _, *lease in runs:
-            self._check_lease((thread_id, run), name, *lease, claims=claims)
+            self._check_lease((thread_id, run), f"{name} {agent}", *lease, claims=claims)
         if status == "cancelled":
             return
         under_way = [run for run, state, *_ in runs if state in {"ready", "waiting"}]
@@ -238,7 +252,8 @@ class SimulatedStore(Store):
 
     def _require_wait(self, thread_id: str, seq: int, run: str | None, name: str) -> None:
         found = self.query(
-            "SELECT 1 FROM keepstep_wait WHERE thread_id = ? AND seq = ? AND run = coalesce(?, run) AND status = 'open'",
+            "SELECT 1 FROM keepstep_wait "
+            "WHERE thread_id = ? AND seq = ? AND run = coalesce(?, run) AND status = 'open'",
             thread_id,
             seq,
             run,

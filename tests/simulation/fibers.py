@@ -80,6 +80,11 @@ class Fiber:
         carrier.go.acquire()
         self.check_alive()
 
+    def die(self) -> None:
+        """End it here, from within, as SIGKILL would."""
+        self._killed = True
+        raise SimulatedCrash
+
     def check_alive(self) -> None:
         """Raise `SimulatedCrash` when the process of this code was killed."""
         if self._killed:

@@ -8,27 +8,32 @@ from dataclasses import replace
 from typing import TYPE_CHECKING, Any
 
 from keepstep.errors import HistoryCorrupt
-from keepstep.runtime.codec import Codec
+from keepstep.runtime.codec import view
 from keepstep.runtime.history import restore, verify
 from keepstep.store import checkpoints
 from keepstep.store.leases import CheckpointRow
 from tests.simulation import agents
-from tests.simulation.agents import GRAPHS, SIGNAL, Planned
+from tests.simulation.agents import SIGNAL, Planned
 
 if TYPE_CHECKING:
     from tests.simulation.world import World
 
+
+_ANSWERS = "SELECT answer FROM keepstep_wait WHERE kind = 'signal' AND answer IS NOT NULL"
+
+
 def unfinished(world: World) -> list[str]:
     """Return what is not at rest yet."""
-    found = [f"{process.name} is under way" for worker in world.workers for process in worker.processes if process.fiber]
+    processes = [process for worker in world.workers for process in worker.processes if process.fiber]
+    found = [f"{process.name} is under way" for process in processes]
     found += [f"{command.message.id} has no reply" for command in world.clients.sent if not command.outcome]
     for thread_id, name, status, control, error in world.store.query(
         "SELECT id, name, status, control, error FROM keepstep_thread ORDER BY name"
     ):
         code = json.loads(error or "{}").get("code")
         unknown = status == "blocked" and code == "effect_unknown" and world.unknown(thread_id)
-        at_rest = status in {"done", "cancelled"} or unknown
-        if not at_rest or control == "pause":
+        at_rest = status in {"done", "cancelled"} or (unknown and control == "")
+        if not at_rest:
             found.append(f"{name} is {status} {control} {error or ''}")
     return found
 
@@ -46,7 +51,7 @@ def check(world: World) -> None:
     _check_commands(world)
 
 
-# --- threads ------------------------------------------------------------------------------------------------------------
+# --- threads ------------------------------------------------------------------------------------------------------
 
 
 def _check_thread(
@@ -80,9 +85,12 @@ def _since_snapshot(history: list[CheckpointRow]) -> list[CheckpointRow]:
 def _check_log(world: World, thread_id: str, name: str, channels: dict[str, Any]) -> None:
     """Hold what the runs have written, and told, against what they would have without any fault."""
     log = list(channels.get("log", []))
-    events = [_decoded(world, payload) for (payload,) in world.store.query(
-        "SELECT payload FROM keepstep_event WHERE thread_id = ? ORDER BY id", thread_id
-    )]
+    events = [
+        _decoded(world, payload)
+        for (payload,) in world.store.query(
+            "SELECT payload FROM keepstep_event WHERE thread_id = ? ORDER BY id", thread_id
+        )
+    ]
     for run in (run for run in world.clients.planned if run.thread == name):
         status, given = world.store.query(
             "SELECT status, input FROM keepstep_run WHERE request_id = ?", f"request {run.tag}"
@@ -100,7 +108,9 @@ def _check_log(world: World, thread_id: str, name: str, channels: dict[str, Any]
             fits = all(_alike(one, other) for one, other in zip(written, wanted, strict=False))
             world.require(fits and len(written) <= len(wanted), "a run wrote what it should not", f"{written} {wanted}")
             world.require(len(told) == len(set(told)), "an event was told twice", str(told))
-    world.require(len(log) == len([e for e in log if e.split(":")[0] in {r.tag for r in world.clients.planned}]), "foreign entries", str(log))
+    tags = {run.tag for run in world.clients.planned}
+    foreign = [entry for entry in log if entry.split(":")[0] not in tags]
+    world.require(not foreign, "an entry of no run", str(foreign))
 
 
 def _decoded(world: World, payload: bytes) -> Any:
@@ -108,8 +118,6 @@ def _decoded(world: World, payload: bytes) -> Any:
 
 
 def _verdict_or(world: World, question: str) -> str:
-    from keepstep.runtime.codec import view
-
     asked = [view(stored)["question"] for (stored,) in world.store.query("SELECT question FROM keepstep_approval")]
     return world.clients.verdict(question) if question in asked else "?"
 
@@ -157,7 +165,7 @@ def _check_effects(world: World) -> None:
             world.require(world.counts["interruptions"] > 0, "an effect is unknown for no reason", key)
 
 
-# --- commands -----------------------------------------------------------------------------------------------------------
+# --- commands -----------------------------------------------------------------------------------------------------
 
 
 def _check_starts(world: World) -> None:
@@ -183,7 +191,7 @@ def _was_left(world: World, run: Planned) -> bool:
 def _check_approvals(world: World) -> None:
     for approval, status, quorum in world.store.query("SELECT id, status, quorum FROM keepstep_approval"):
         decided = world.store.query(
-            "SELECT verdict, payload, \"by\" FROM keepstep_decision WHERE approval_id = ? ORDER BY at, id", approval
+            'SELECT verdict, payload, "by" FROM keepstep_decision WHERE approval_id = ? ORDER BY at, id', approval
         )
         waits = world.store.query("SELECT status, answer FROM keepstep_wait WHERE approval_id = ?", approval)
         world.require(len(waits) == 1, "an approval without its wait", approval)
@@ -204,10 +212,7 @@ def _check_commands(world: World) -> None:
     """Every accepted command is there, once; every accepted signal was given to one wait, or is kept."""
     audited = Counter(row[0] for row in world.store.query("SELECT command_id FROM keepstep_audit"))
     codec = next(iter(world.codecs.values()))
-    answers = Counter(
-        codec.decode(answer)["payload"]
-        for (answer,) in world.store.query("SELECT answer FROM keepstep_wait WHERE kind = 'signal' AND answer IS NOT NULL")
-    )
+    answers = Counter(codec.decode(answer)["payload"] for (answer,) in world.store.query(_ANSWERS))
     kept = Counter(
         codec.decode(payload)["payload"]
         for (payload,) in world.store.query("SELECT payload FROM keepstep_signal WHERE consumed_by IS NULL")
@@ -220,6 +225,3 @@ def _check_commands(world: World) -> None:
             world.require(given == audited[message.id], "a signal was lost or given twice", f"{message.id}: {given}")
         if message.verb in {"signal", "control"} and command.outcome == "accepted":
             world.require(audited[message.id] == 1, "an accepted command left nothing", message.id)
-
-
-__all__ = ["GRAPHS", "check", "unfinished"]

@@ -61,5 +61,3 @@ class Outside:
         world.require(self.happened[key] == 1, "an effect at risk happened twice", key)
         world.point("in effect", key)
         return f"paid {self.happened[key]}"
-
-

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import itertools
 import json
 import multiprocessing
 import os
@@ -28,7 +29,8 @@ def known() -> list[int]:
 def chosen(count: int, first: int = 0) -> list[int]:
     """Return `count` seeds: those that found something, then all from `first` on."""
     found = known()[:count]
-    return [*found, *range(first, first + count - len(found))]
+    others = (seed for seed in itertools.count(first) if seed not in found)
+    return [*found, *itertools.islice(others, count - len(found))]
 
 
 def run(seeds: Sequence[int], processes: int) -> tuple[Counter[str], list[Report]]:

@@ -40,7 +40,9 @@ class _OneAfterTheOther:
     def __enter__(self) -> Self:
         return self
 
-    def __exit__(self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None) -> None:
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+    ) -> None:
         pass
 
     def map(self, function: Callable[[Any], Any], items: Iterable[Any]) -> list[Any]:

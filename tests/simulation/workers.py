@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import functools
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from typing import TYPE_CHECKING, Any
 
 from keepstep import settings
@@ -25,9 +25,12 @@ if TYPE_CHECKING:
 SETTINGS = settings.Settings(node_timeout_seconds=30.0, timeout_grace_seconds=2.0, parallel_inline_max=2, step_limit=40)
 
 
+Key = tuple[str, str]
+
+
 @functools.cache
-def carried() -> dict[tuple[str, str], CompiledGraph]:
-    """Return the graphs that every worker carries."""
+def carried() -> dict[Key, CompiledGraph]:
+    """Return the graphs that a worker carries, unless it is of another release."""
     compiled = [graph.compile() for graph in GRAPHS.values()]
     return {(graph.name, graph.version): graph for graph in compiled}
 
@@ -82,10 +85,10 @@ class Child(Process):
 class SimulatedWorker:
     """A worker: a main process with its services, and pool children."""
 
-    def __init__(self, world: World, number: int, children: int) -> None:
+    def __init__(self, world: World, number: int, children: int, graphs: Mapping[Key, CompiledGraph]) -> None:
         self.world = world
         self.id = f"w{number}"
-        self.graphs = world.graphs
+        self.graphs = graphs
         self.stopped = False
         self.alive = True
         self.ready = False

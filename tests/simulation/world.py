@@ -117,7 +117,8 @@ class World:
         """Kill the process that runs at this moment."""
         self.note(f"{self.process.name if self.process else ''} is killed at {where}")
         self.counts["crashes"] += 1
-        raise SimulatedCrash
+        if self.fiber is not None:
+            self.fiber.die()
 
     def sleep(self, seconds: float) -> None:
         """Let time pass before going on."""
@@ -161,7 +162,7 @@ class World:
         query = "SELECT 1 FROM keepstep_effect WHERE thread_id = ? AND state = 'intent'"
         return bool(self.store.query(query, thread_id))
 
-    # --- processes ------------------------------------------------------------------------------------------------------
+    # --- processes ---------------------------------------------------------------------------------------------------
 
     def begin(self, process: Process, what: str, body: Callable[[], object]) -> None:
         """Have a process do something, until it stops or ends."""
@@ -233,7 +234,10 @@ class World:
     def start_worker(self) -> None:
         """Start a worker, which may not live to see its registration."""
         self._workers_made += 1
-        worker = SimulatedWorker(self, self._workers_made, self.random.choice((1, 2, 2)))
+        graphs = self.graphs
+        if not self.healing and self.random.random() < 0.15:
+            graphs = {key: graph for key, graph in graphs.items() if self.random.random() < 0.6}
+        worker = SimulatedWorker(self, self._workers_made, self.random.choice((1, 2, 2)), graphs)
         self.workers.append(worker)
         self.begin(worker.commands, "starts", worker.begin)
 
@@ -247,7 +251,7 @@ class World:
         worker.alive = False
         self.workers.remove(worker)
 
-    # --- what happens ---------------------------------------------------------------------------------------------------
+    # --- what happens ------------------------------------------------------------------------------------------------
 
     def working(self) -> list[SimulatedWorker]:
         """Return the workers that take work now."""
@@ -347,5 +351,3 @@ class World:
     def digest(self) -> str:
         """Return what tells two schedules apart."""
         return hashlib.blake2b("\n".join(self.schedule).encode(), digest_size=8).hexdigest()
-
-

@@ -14,9 +14,13 @@ from keepstep.runtime import superstep
 from keepstep.store import checkpoints, leases, workers
 from keepstep.store.leases import Nudge
 
+# Large enough that a step's change is stored without the whole state.
+LARGE = {"n": 7, "note": "." * 2000}
+
 
 class State(TypedDict, total=False):
     n: int
+    note: str
     items: dict[str, list[int]]
     log: Annotated[list[str], append]
 
@@ -220,7 +224,7 @@ def test_a_tampered_history_blocks_before_any_node_runs(deploy):
     started = Counter()
     graph = chain("a", "b", "c", body=lambda name, _state, _ctx: started.update([name]))
     d = deploy(graph)
-    d.start({"n": 7})
+    d.start(LARGE)
     d.work(d.queue.pop(0))
     d.work(d.queue.pop(0))
     assert started == {"a": 1, "b": 1}
@@ -244,7 +248,7 @@ def test_a_tampered_history_blocks_before_any_node_runs(deploy):
 def test_every_part_of_a_checkpoint_is_covered(deploy, column):
     started = Counter()
     d = deploy(chain("a", "b", body=lambda name, _state, _ctx: started.update([name])))
-    d.start({"n": 7})
+    d.start(LARGE)
     d.work(d.queue.pop(0))
     seq = 1 if column == "parent_digest" else 0
     with d.store.engine.connect() as connection:
@@ -261,7 +265,7 @@ def test_every_part_of_a_checkpoint_is_covered(deploy, column):
 
 def test_a_missing_checkpoint_blocks(deploy):
     d = deploy(chain("a", "b", "c"))
-    d.start({"n": 7})
+    d.start(LARGE)
     d.work(d.queue.pop(0))
     d.work(d.queue.pop(0))
     d.execute("DELETE FROM keepstep_checkpoint WHERE seq = 1")

@@ -5,6 +5,7 @@ from __future__ import annotations
 import dataclasses
 import enum
 import hashlib
+import json
 import subprocess
 import sys
 import textwrap
@@ -47,7 +48,7 @@ def through(value):
     def node(state, ctx):
         starts.append("node")
         ctx.emit(state["value"])
-        decision = ctx.approve("Is\x00 it \ud83d?", arguments={"value": state["value"]}, context=value)
+        decision = ctx.approve("Is\x00 it?", arguments={"value": state["value"]}, context=value)
         assert decision.arguments == {"value": value}
         return {"back": ctx.effect(echo, state["value"])}
 
@@ -73,15 +74,37 @@ def test_text_and_numbers_come_back_as_they_were(deploy, codec, value):
     d.start({"value": value})
     assert d.drain() == "waiting"
     (approval,) = d.approvals()
-    assert approval.question == "Is\x00 it \ud83d?"
+    assert approval.question == r"Is\x00 it?"
     d.decide()
     assert d.drain() == "done"
     assert d.values() == {"value": value, "back": value}
     assert repr(d.values()["back"]) == repr(value)
     assert graph.starts == ["node", "node", "check"]
-    assert d.reader.events("t")[0].payload == (
-        [{"$": "int", "v": str(number)} for number in INTEGERS] if value is INTEGERS else value
-    )
+    shown = json.dumps(d.reader.events("t")[0].payload)  # for any reader of JSON: nothing rounded, nothing lost
+    if value is INTEGERS:
+        assert json.loads(shown) == [{"$": "int", "v": str(number)} for number in INTEGERS]
+    elif value is NUL:
+        assert r"invoice\\x00 2027" in shown
+    else:
+        assert r"caf\\udce9.txt" in shown
+
+
+def test_a_question_that_is_no_valid_text_is_shown_escaped(deploy):
+    graph = Graph("asks", state=State)
+
+    @graph.node
+    def node(state, ctx):
+        return {"back": ctx.approve("Cut \ud83d?").verdict}
+
+    graph.edge(START, "node")
+    graph.edge("node", END)
+    d = deploy(graph)
+    d.start()
+    assert d.drain() == "waiting"
+    (approval,) = d.approvals()
+    assert approval.question == r"Cut \ud83d?"
+    d.decide()
+    assert d.drain() == "done"
 
 
 def test_large_numbers_in_a_model(deploy):
@@ -194,6 +217,7 @@ def typed():
 _RESUME = """
     import sys
     sys.path.insert(0, {root!r})
+    __file__ = {file!r}
     source = open({file!r}).read().replace("from __future__ import annotations", "")
     exec(compile(source, "resumed", "exec"), globals())  # the classes are __main__'s here
     from tests.steps.driver import Deployment

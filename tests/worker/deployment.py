@@ -70,7 +70,7 @@ class Worker:
                     found.append(event)
         return found
 
-    def ready(self, seconds: float = 20.0) -> Worker:
+    def ready(self, seconds: float = 60.0) -> Worker:
         """Wait until the worker has told that it is there, with its pool."""
 
         def look() -> bool:
@@ -185,7 +185,7 @@ class Deployment:
         """Return how often nodes wrote each line of a kind."""
         return Counter(" ".join(words[:-2]) for words in self.notes(kind))
 
-    def noted(self, kind: str, line: str, times: int = 1, seconds: float = 20.0) -> list[list[str]]:
+    def noted(self, kind: str, line: str, times: int = 1, seconds: float = 60.0) -> list[list[str]]:
         """Wait until nodes wrote a line of a kind that often; return the words of those lines."""
 
         def look() -> list[list[str]] | None:
@@ -211,7 +211,7 @@ class Deployment:
         """Return every thread's status."""
         return dict(self.query("SELECT name, status FROM keepstep_thread"))  # type: ignore[arg-type]
 
-    def ended(self, *threads: str, status: str = "done", seconds: float = 30.0) -> None:
+    def ended(self, *threads: str, status: str = "done", seconds: float = 60.0) -> None:
         """Wait until threads have a status."""
 
         def look() -> bool:

@@ -180,7 +180,7 @@ def test_a_worker_killed_at_a_boundary_repeats_no_committed_step(deployment, poi
     assert mark.exists()
 
     deployment.worker(concurrency=1)
-    deployment.ended("t", seconds=60)
+    deployment.ended("t")
 
     assert deployment.counts("starts") == Counter({"t a": STARTS[point], "t b": 1, "t c": 1})
     assert deployment.counts("paid") == Counter({"t a": 1, "t b": 1, "t c": 1})
@@ -194,7 +194,7 @@ def test_a_command_committed_by_a_worker_that_died_is_not_lost(deployment, tmp_p
         receipt = client.start("chain", "t", {})
         assert first.process.wait(30) == -signal.SIGKILL
         deployment.worker(concurrency=1)
-        deployment.ended("t", seconds=60)
+        deployment.ended("t")
         if deployment.settings.broker.startswith("file://"):
             # Its message comes back as soon as its consumer is dead, and is found to have been accepted.
             assert receipt.accepted(timeout=20).duplicate is True

@@ -31,7 +31,7 @@ def test_a_broker_emptied_with_threads_in_flight_loses_none(served, redis_server
     served.touch("release")
     for (approval,) in served.query("SELECT id FROM keepstep_approval WHERE status = 'open'"):
         served.client.approve(approval, by="anna")
-    served.ended(*running, *queued, *backing_off, *waiting, seconds=60)
+    served.ended(*running, *queued, *backing_off, *waiting)
 
     expected = Counter({f"{thread} {node}": 1 for thread in queued for node in "abc"})
     expected.update({f"{thread} {node}": 1 for thread in running for node in ("before", "hold", "after")})
@@ -40,6 +40,24 @@ def test_a_broker_emptied_with_threads_in_flight_loses_none(served, redis_server
     expected.update({f"{thread} ask": 2 for thread in waiting})  # once to ask, once with the answer
     assert served.counts("starts") == expected
     assert worker.process.poll() is None
+
+
+def test_a_full_broker_delays_nudges_and_no_commit(served, redis_server):
+    worker = served.worker(concurrency=1)
+    served.start("held", "h")
+    served.holding("h")
+
+    with contextlib.closing(redis_server.client()) as redis:
+        redis.config_set("maxmemory", 1)
+        try:
+            served.touch("release")
+            eventually(lambda: served.query("SELECT seq FROM keepstep_thread") == [(2,)], what="the commit")
+            eventually(lambda: worker.events("nudges_left_to_sweep"), what="the failed nudge")
+        finally:
+            redis.config_set("maxmemory", 0)
+    served.ended("h")
+
+    assert served.counts("starts") == Counter({"h before": 1, "h hold": 1, "h after": 1})
 
 
 def test_a_broker_that_is_down_at_the_start_and_in_between_is_waited_for(tmp_path, postgresql_url, spare_redis):
@@ -57,7 +75,7 @@ def test_a_broker_that_is_down_at_the_start_and_in_between_is_waited_for(tmp_pat
             lambda: deployment.query("SELECT seq FROM keepstep_thread") == [(2,)], what="the commit without a broker"
         )
         spare_redis.start()
-        deployment.ended("h", seconds=60)
+        deployment.ended("h")
         deployment.start("chain", "t")
         deployment.ended("t")
 

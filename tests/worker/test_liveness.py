@@ -1,0 +1,112 @@
+"""When a worker may take over from others: only after it has itself been seen, without a gap, for one window."""
+
+from __future__ import annotations
+
+from types import SimpleNamespace
+
+import pytest
+import structlog
+
+from keepstep.errors import DatabaseUnavailable
+from keepstep.settings import load
+from keepstep.store import workers
+from keepstep.store.engine import Store
+from keepstep.tasks import liveness
+from keepstep.tasks.liveness import Liveness
+from keepstep.tasks.registration import Registration
+
+
+class Time:
+    """The worker's clock and the database's, moved by hand."""
+
+    def __init__(self) -> None:
+        self.here = 1000.0
+        self.database = 1_700_000_000.0
+
+    def pass_(self, seconds: float) -> None:
+        self.here += seconds
+        self.database += seconds
+
+
+@pytest.fixture
+def clock(monkeypatch):
+    time = Time()
+    monkeypatch.setattr(liveness, "time", SimpleNamespace(monotonic=lambda: time.here))
+    return time
+
+
+@pytest.fixture
+def worker(clock, sqlite_url):
+    settings = load(database=sqlite_url, renew_seconds=3, liveness_window_seconds=10)
+    store = Store.open(sqlite_url, clock=lambda: clock.database)
+    made = Liveness(settings, Registration(settings, store, [("chain", "1")], concurrency=1))
+    made._store = store
+    yield made
+    store.dispose()
+
+
+def renewals(worker, clock, count):
+    """Renew on time; return whether the worker may take over after each renewal."""
+    seen = []
+    for _ in range(count):
+        clock.pass_(3)
+        assert worker.work() == 3
+        seen.append(worker.may_take_over)
+    return seen
+
+
+def test_a_new_worker_waits_one_window(worker, clock):
+    assert renewals(worker, clock, 5) == [False, False, False, True, True]
+
+
+def test_a_worker_that_stops_renewing_takes_over_nobody(worker, clock):
+    renewals(worker, clock, 4)
+    clock.pass_(9.9)
+    assert worker.may_take_over
+    clock.pass_(0.2)
+    assert not worker.may_take_over
+
+    worker.work()
+
+    assert not worker.may_take_over
+    assert renewals(worker, clock, 4) == [False, False, False, True]
+
+
+def test_a_renewal_that_failed_begins_the_window_again(worker, clock, monkeypatch):
+    renewals(worker, clock, 4)
+
+    def away(*_args, **_kwargs):
+        raise DatabaseUnavailable
+
+    with monkeypatch.context() as patched:
+        patched.setattr(workers, "renew", away)
+        with pytest.raises(DatabaseUnavailable):
+            worker.work()
+
+    assert not worker.may_take_over
+    assert renewals(worker, clock, 4) == [False, False, False, True]
+
+
+@pytest.mark.parametrize("jump", [-3600.0, 3600.0])
+def test_a_clock_that_was_set_begins_the_window_again(worker, clock, jump):
+    renewals(worker, clock, 4)
+    clock.database += jump
+
+    with structlog.testing.capture_logs() as lines:
+        assert renewals(worker, clock, 5) == [False, False, False, False, True]
+
+    assert [line["event"] for line in lines] == ["database_clock_was_set"]
+
+
+def test_a_worker_that_was_given_up_registers_again_under_its_id(worker, clock):
+    renewals(worker, clock, 4)
+    worker_id = worker._registration.worker_id
+    clock.database += 11
+    assert workers.take_over(worker._store) == []
+    assert workers.live(worker._store) == []
+
+    with structlog.testing.capture_logs() as lines:
+        assert renewals(worker, clock, 5) == [False, False, False, False, True]
+
+    assert [(state.id, state.concurrency) for state in workers.live(worker._store)] == [(worker_id, 1)]
+    assert [(line["event"], line["worker_id"]) for line in lines] == [("worker_was_given_up", worker_id)]

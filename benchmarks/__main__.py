@@ -115,7 +115,7 @@ def _take_turns(servers: Servers, plan: Plan) -> tuple[dict[str, list[Rate]], li
     loaded: list[Hops] = []
     print(_ROW.format("turn", "", "steps/s", "of stock", "worker CPU µs"))
     for turn in range(1, plan.rounds + 1):
-        contestants: list[type[Stock] | type[Lean] | type[Keepstep]] = [Stock, Lean, Keepstep]
+        contestants: list[type[Stock | Lean | Keepstep]] = [Stock, Lean, Keepstep]
         for kind in contestants:
             contestant: Contestant = kind(servers)
             rate, hops = measure.rate(

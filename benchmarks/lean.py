@@ -16,8 +16,7 @@ from uuid import uuid4
 import psycopg2
 from celery import Celery
 from kombu import Connection, Exchange, Producer, Queue
-
-import keepstep.broker  # makes the transport `keepstep-redis` known: Kombu's, with one Redis client per channel
+from kombu.transport import TRANSPORT_ALIASES, redis
 
 QUEUE = "lean"
 SCHEMA = """
@@ -28,11 +27,33 @@ _HOP = """
 WITH moved AS (UPDATE chain SET n = n + 1 WHERE id = %s RETURNING id, n)
 INSERT INTO hop SELECT id, n, %s, clock_timestamp() FROM moved RETURNING n
 """
-_OPTIONS = {**keepstep.broker.transport_options("redis://", commands=False), "ack_emulation": False}
+_OPTIONS = {"ack_emulation": False, "priority_steps": [0], "socket_keepalive": True}
+
+
+class Channel(redis.Channel):
+    """Kombu's channel with one Redis client instead of one for each operation."""
+
+    _operations: Any = None
+
+    def _create_client(self, asynchronous: bool = False) -> Any:  # noqa: FBT001, FBT002  kombu's signature
+        if asynchronous:
+            return super()._create_client(asynchronous=True)
+        if self._operations is None or self._operations.connection_pool is not self.pool:
+            self._operations = super()._create_client()
+        return self._operations
+
+
+class Transport(redis.Transport):
+    """Redis with the channel above."""
+
+    Channel = Channel
+
+
+TRANSPORT_ALIASES["lean-redis"] = "benchmarks.lean:Transport"
 
 app = Celery("lean", broker=os.environ.get("BENCH_BROKER"))
 app.conf.update(
-    broker_transport="keepstep-redis",
+    broker_transport="lean-redis",
     broker_transport_options=_OPTIONS,
     task_queues=[Queue(QUEUE, exchange=Exchange(""), routing_key=QUEUE)],
     task_default_queue=QUEUE,
@@ -65,9 +86,7 @@ def publish(chain: int, url: str | None = None) -> None:
     """Enqueue a chain's next task: the least that Celery's protocol 2 needs."""
     global _producer  # noqa: PLW0603  as above
     if _producer is None:
-        connection = Connection(
-            url or os.environ["BENCH_BROKER"], transport="keepstep-redis", transport_options=_OPTIONS
-        )
+        connection = Connection(url or os.environ["BENCH_BROKER"], transport="lean-redis", transport_options=_OPTIONS)
         _producer = Producer(connection.channel(), auto_declare=False)
     task_id = str(uuid4())
     _producer.publish(

@@ -184,7 +184,8 @@ class Journal:
         call = self._reserved(declared, digest, key)
         begun: Recorded | Call | None = None
         try:
-            begun = self._begun(call, declared, digest, codec, key)
+            with undisturbed():
+                begun = self._begun(call, declared, digest, codec, key)
         finally:
             if not isinstance(begun, Call):
                 with self._lock:

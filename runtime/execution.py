@@ -15,7 +15,7 @@ from typing import Any
 import structlog
 from tenacity import RetryCallState, Retrying, retry_if_result
 
-from keepstep.errors import NodeTimeout, StaleLease, ThreadBlocked, Unavailable
+from keepstep.errors import NodeTimeout, StaleLease, StepError, ThreadBlocked, Unavailable
 from keepstep.runtime import planner, settlement
 from keepstep.runtime.compiled import CompiledGraph, Node
 from keepstep.runtime.context import AsyncContext, Attempt, Context, Place
@@ -149,6 +149,10 @@ def _attempt(runtime: Runtime, node_run: NodeRun) -> Outcome:
         return _failed(node_run, error, attempt)
     except asyncio.CancelledError as error:
         return _failed(node_run, error, attempt)
+    except SystemExit as error:
+        if type(error) is not SystemExit:  # a kind of its own is how a worker is told to stop
+            raise
+        return _failed(node_run, StepError("the node called sys.exit()"), attempt)
     node_run.events[:] = attempt.events
     return Done(result)
 

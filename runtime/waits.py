@@ -22,6 +22,7 @@ from keepstep.ids import checked_name, new_id
 from keepstep.runtime import policy
 from keepstep.runtime.codec import Codec
 from keepstep.runtime.outcome import Parked
+from keepstep.runtime.watchdog import undisturbed
 from keepstep.store.outcomes import NewApproval, NewWait
 from keepstep.store.waits import WaitState
 
@@ -175,7 +176,8 @@ class WaitBook:
             occurrence = self._occurrence
             self._occurrence += 1
             if self._found is None:
-                self._found = {state.occurrence: state for state in self._load()}
+                with undisturbed():
+                    self._found = {state.occurrence: state for state in self._load()}
             state = self._found.get(occurrence)
         if state is None:
             raise Parked((make(occurrence, digest),))

@@ -10,7 +10,7 @@ from __future__ import annotations
 from dataclasses import dataclass
 from typing import Any, NamedTuple
 
-from sqlalchemy import func, select, update
+from sqlalchemy import and_, case, func, select, update
 from sqlalchemy.dialects.postgresql import insert as postgresql_insert
 from sqlalchemy.dialects.sqlite import insert as sqlite_insert
 from sqlalchemy.sql.base import Executable
@@ -80,7 +80,9 @@ def _begin(dialect: str) -> Executable:
         "result": insert.excluded.result,
         "error": insert.excluded.error,
         "nonce": insert.excluded.nonce,
-        "calls": effect.c.calls + 1,
+        # The same intent sent again, because the answer to the first was lost, is not another call.
+        "calls": effect.c.calls
+        + case((and_(effect.c.nonce == insert.excluded.nonce, effect.c.state == INTENT), 0), else_=1),
         "deadline": insert.excluded.deadline,
         "ended_at": insert.excluded.ended_at,
     }

@@ -13,6 +13,7 @@ from __future__ import annotations
 
 import functools
 import os
+from base64 import urlsafe_b64encode
 from dataclasses import dataclass
 from typing import Any, NamedTuple
 
@@ -139,7 +140,7 @@ _CHECKPOINT_FIELDS = len(CheckpointRow._fields)
 
 def new_nonce() -> str:
     """Return a nonce nobody had before: 96 random bits."""
-    return os.urandom(12).hex()
+    return urlsafe_b64encode(os.urandom(12)).decode()
 
 
 def carried_key(graph: str, version: str) -> str:

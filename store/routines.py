@@ -89,7 +89,7 @@ class Routine(Statement):
         name = f"keepstep_{self._name}_{hashlib.sha256((head + body).encode()).hexdigest()[:12]}"
         create = f"CREATE FUNCTION {name}{head} AS $keepstep$\nBEGIN\nRETURN QUERY {body};\nEND\n$keepstep$"
         given = ", ".join(f"%({name})s" for name in used)
-        return _Definition(name, create, f"SELECT * FROM {name}({given})")
+        return _Definition(name, create, f"SELECT * FROM {name}({given})")  # noqa: S608  names of our own making
 
 
 def install(connection: Connection, routines: tuple[Routine, ...]) -> None:

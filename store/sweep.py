@@ -66,16 +66,16 @@ _DUE_THREADS = _due(thread)
 _DUE_NODE_RUNS = _due(node_run)
 
 
-def sweep(store: Store, *, carried: str, takeover: bool, limit: int) -> list[Nudge]:
+def sweep(store: Store, *, carried: str, takeover: bool, limit: int, judge: str | None = None) -> list[Nudge]:
     """Fire what the time has answered, give up dead workers, and return the nudges of what is due in nobody's hands.
 
     `carried` limits it to graphs this worker can run (`workers.carried_text`); `takeover` False leaves the leases of
-    silent workers alone (see `Liveness`: a worker that was itself cut off must not judge others); at most `limit`
-    threads and `limit` node runs are returned.
+    silent workers alone (see `Liveness`: a worker that was itself cut off must not judge others), and so does `judge`,
+    the worker that sweeps, while its own time is over; at most `limit` threads and `limit` node runs are returned.
     """
     nudges = waits.fire_due(store, limit=limit)
     if takeover:
-        nudges += workers.take_over(store)
+        nudges += workers.take_over(store, judge=judge)
         nudges += workers.adopt_orphans(store)
     params = {"carried": carried, "limit": limit}
     nudges += [Nudge("step", *row[:2]) for row in store.rows(_DUE_THREADS, params) if _is_due(row)]

@@ -299,7 +299,6 @@ _RETRY = Statement(
         .values(
             status=param("status"),
             error=None,
-            control="",
             failures=0,
             deaths=0,
             last_death=None,

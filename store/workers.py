@@ -10,7 +10,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 from typing import Any, NamedTuple
 
-from sqlalchemy import Table, and_, delete, exists, func, insert, literal, select, update
+from sqlalchemy import Table, and_, cast, delete, exists, func, insert, literal, or_, select, update
 from sqlalchemy import Text as TextType
 
 from keepstep.ids import new_id
@@ -68,11 +68,19 @@ _LIVE = Statement(
         .order_by(worker.c.started_at)
     )
 )
-_GONE = Statement(lambda _dialect: select(worker.c.id).where(worker.c.alive_until <= db_now()))
+_judge = worker.alias("judge")
+# Whoever finds its own time over as well was cut off, or the database's clock was set: it says nothing of the others.
+_MAY_JUDGE = or_(
+    cast(param("judge"), TextType).is_(None),
+    exists().where(_judge.c.id == param("judge"), _judge.c.alive_until > db_now()),
+)
+_GONE = Statement(lambda _dialect: select(worker.c.id).where(worker.c.alive_until <= db_now(), _MAY_JUDGE))
 _FORGET = Statement(lambda _dialect: delete(worker).where(worker.c.id == param("worker")))
 _FORGET_GONE = Statement(
     lambda _dialect: (
-        delete(worker).where(worker.c.id == param("worker"), worker.c.alive_until <= db_now()).returning(worker.c.id)
+        delete(worker)
+        .where(worker.c.id == param("worker"), worker.c.alive_until <= db_now(), _MAY_JUDGE)
+        .returning(worker.c.id)
     )
 )
 
@@ -155,13 +163,16 @@ def leave(store: Store, worker_id: str) -> list[Nudge]:
     return store.patiently(release, seconds=_LEAVE_PATIENCE_SECONDS)
 
 
-def take_over(store: Store) -> list[Nudge]:
-    """Give up every worker whose time is over, releasing what it held; return the nudges."""
+def take_over(store: Store, *, judge: str | None = None) -> list[Nudge]:
+    """Give up every worker whose time is over, releasing what it held; return the nudges.
+
+    `judge` is the worker that asks: it gives up nobody while its own time is over, too. None: somebody beside them.
+    """
     nudges: list[Nudge] = []
-    for (worker_id,) in store.rows(_GONE, {}):
+    for (worker_id,) in store.rows(_GONE, {"judge": judge}):
         with store.transaction() as transaction:
             # Deleting the row first decides between two sweeps, and between a sweep and a renewal.
-            if transaction.rows(_FORGET_GONE, {"worker": worker_id}):
+            if transaction.rows(_FORGET_GONE, {"worker": worker_id, "judge": judge}):
                 reason = "its worker was lost"
                 nudges += _released(transaction, _RELEASE_ALL, worker_id, deaths=1, reason=reason)
     return nudges

@@ -20,6 +20,7 @@ from keepstep.runtime import commands
 from keepstep.runtime.environment import Runtime
 from keepstep.settings import Settings
 from keepstep.tasks import messages
+from keepstep.tasks.logs import told
 from keepstep.tasks.service import Service
 
 log = structlog.get_logger("keepstep.worker")
@@ -90,9 +91,9 @@ class Commands(Service):
             self._backoff_seconds = min(_BACKOFF_SECONDS_MAX, self._backoff_seconds * 2 or 0.1)
             log.warning("command_put_back", reason=error.message, again_in_seconds=self._backoff_seconds)
             message.requeue()
-        except Exception as error:
+        except Exception as error:  # noqa: BLE001  one command's bad luck must not stop the others
             # It would fail again, here and everywhere: told to the sender, not tried for ever.
-            log.exception("command_failed", command_id=_id_of(message, body), error=type(error).__name__)
+            log.warning("command_failed", command_id=_id_of(message, body), **told(error))
             self._refuse(message, body, KeepstepError(f"the command failed: {type(error).__name__}"))
         else:
             self._backoff_seconds = 0.0
@@ -120,7 +121,7 @@ class Commands(Service):
                 self._producer, reply, reply_to=reply_to, correlation_id=command_id, queue=self._settings.queue
             )
         except Exception as error:  # noqa: BLE001  what was accepted stays so; a sender without a reply asks again
-            log.warning("reply_failed", command_id=command_id, reason=str(error)[:500])
+            log.warning("reply_failed", command_id=command_id, **told(error))
 
 
 def _id_of(message: Any, body: bytes) -> str:

@@ -14,7 +14,7 @@ import time
 import weakref
 from collections.abc import Iterator
 
-_WAIT_SECONDS_MAX = 2.0
+_WAIT_SECONDS_MAX = 1.0
 
 _gates: weakref.WeakSet[Gate] = weakref.WeakSet()
 _held: list[Gate] = []

@@ -5,6 +5,8 @@ from __future__ import annotations
 import logging
 import re
 import sys
+import traceback
+from pathlib import Path
 from typing import Any
 
 import billiard.util
@@ -65,6 +67,17 @@ def configure(level: int, *, as_json: bool | None = None) -> None:
         logging.getLogger(name).handlers.clear()
     # A lost child is told by `children`, in one line and with what it held; this would be a traceback of billiard's.
     logging.getLogger("celery.worker.request").setLevel(logging.CRITICAL)
+
+
+def told(error: BaseException) -> dict[str, str]:
+    """Return what a log line says of an error: its type, the first line of its text, and where it was raised.
+
+    No more than that: drivers put statements and their values into the other lines.
+    """
+    lines = str(error).strip().splitlines()
+    frames = traceback.extract_tb(error.__traceback__)
+    where = f"{Path(frames[-1].filename).name}:{frames[-1].lineno}" if frames else ""
+    return {"error": type(error).__name__, "reason": lines[0][:500] if lines else "", "where": where}
 
 
 def _redacted(_logger: WrappedLogger, _method: str, event: EventDict) -> EventDict:

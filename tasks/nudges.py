@@ -3,21 +3,25 @@
 from __future__ import annotations
 
 import structlog
+from celery import signals
 
 from keepstep.errors import StaleLease
 from keepstep.runtime import superstep
 from keepstep.tasks import process, tracer
 from keepstep.tasks.app import app
 from keepstep.tasks.config import NODE_TASK, STEP_TASK
+from keepstep.tasks.logs import told
 
 log = structlog.get_logger("keepstep.worker")
+
+signals.worker_process_init.connect(tracer.lighten)
 
 
 def _dropped(error: Exception, **ids: object) -> None:
     if isinstance(error, StaleLease):  # somebody else goes on with it
         log.info("lease_lost", **ids)
         return
-    log.error("nudge_dropped", error=type(error).__name__, reason=str(error)[:500], **ids)
+    log.error("nudge_dropped", **told(error), **ids)
 
 
 @app.task(name=STEP_TASK)

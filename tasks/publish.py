@@ -20,6 +20,7 @@ from keepstep.redisbroker import Channel as RedisChannel
 from keepstep.settings import Settings
 from keepstep.store.leases import Nudge
 from keepstep.tasks.config import NODE_TASK, STEP_TASK
+from keepstep.tasks.logs import told
 
 log = structlog.get_logger("keepstep.worker")
 
@@ -60,7 +61,7 @@ class Publisher:
                 except Exception as error:  # noqa: BLE001  drivers raise what they like; the sweep is the answer to all
                     self._drop()
                     if last:
-                        log.warning("nudges_left_to_sweep", count=len(nudges) - sent, reason=str(error)[:500])
+                        log.warning("nudges_left_to_sweep", count=len(nudges) - sent, **told(error))
                 else:
                     return
 
@@ -101,7 +102,7 @@ class Publisher:
             try:
                 connection.collect(socket_timeout=1)
             except Exception as error:  # noqa: BLE001  it is being dropped because it does not work
-                log.debug("publisher_close_failed", reason=str(error)[:500])
+                log.debug("publisher_close_failed", **told(error))
 
     def _forget(self) -> None:
         _inherited.append((self._connection, self._producer, self._lock))

@@ -12,6 +12,7 @@ from collections.abc import Iterable
 import structlog
 
 from keepstep.tasks.forkgate import Gate
+from keepstep.tasks.logs import told
 
 log = structlog.get_logger("keepstep.worker")
 
@@ -70,14 +71,14 @@ class Service:
             try:
                 seconds = self.work()
             except Exception as error:  # noqa: BLE001  a service that died would be missed by nobody
-                log.warning("service_failed", service=self.name, error=type(error).__name__, reason=str(error)[:500])
+                log.warning("service_failed", service=self.name, **told(error))
                 seconds = max(0.0, self.failed_seconds - (time.monotonic() - started))
             if not self.stopping:
                 self.pause(seconds)
         try:
             self.finish()
         except Exception as error:  # noqa: BLE001  what is left is the process's end
-            log.debug("service_finish_failed", service=self.name, reason=str(error)[:500])
+            log.debug("service_finish_failed", service=self.name, **told(error))
 
 
 def stop(services: Iterable[Service]) -> None:

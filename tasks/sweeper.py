@@ -48,6 +48,7 @@ class Sweeper(Service):
                 carried=self._carried,
                 takeover=self._liveness.may_take_over,
                 limit=self._settings.sweep_batch,
+                judge=self._worker_id,
             )
             if nudges:
                 reach("after_sweep")

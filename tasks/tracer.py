@@ -25,7 +25,6 @@ _HEARD = (
 _DONE = trace_ok_t(None, None, 0.0, "None")
 
 
-@signals.worker_process_init.connect
 def lighten(**_: object) -> None:
     """Replace the tracers of this process's nudges, unless somebody listens to what they tell."""
     if any(signal.receivers for signal in _HEARD):

@@ -77,11 +77,6 @@ class Outside:
         with self._changed:
             return set(self._keys[thread, name])
 
-    def total(self, name: str) -> int:
-        """Return how often a thing was asked for by all threads together."""
-        with self._changed:
-            return sum(calls[name] for calls in self._calls.values())
-
     def called(self, name: str, thread: str, times: int = 1, *, seconds: float = 60.0) -> None:
         """Wait until a thread has asked for a thing that often."""
         self._until(lambda: self._calls[thread][name] >= times, f"{times} x {name} of {thread}", seconds)
@@ -90,6 +85,10 @@ class Outside:
         """Wait until all threads together have asked for a thing that often."""
         self._until(lambda: sum(calls[name] for calls in self._calls.values()) >= times, f"{times} x {name}", seconds)
 
+    def heard(self, thread: str, times: int, *, seconds: float = 60.0) -> None:
+        """Wait until a thread has asked for that many things, whatever they are."""
+        self._until(lambda: sum(self._calls[thread].values()) >= times, f"{times} calls of {thread}", seconds)
+
     def _until(self, look: object, what: str, seconds: float) -> None:
         assert callable(look)
         deadline = time.monotonic() + seconds
@@ -97,7 +96,7 @@ class Outside:
             while not look():
                 left = deadline - time.monotonic()
                 if left <= 0:
-                    message = f"{what} did not come about within {seconds} s: {dict(self._calls)}"
+                    message = f"{what} did not come about within {seconds} s"
                     raise AssertionError(message)
                 self._changed.wait(left)
 

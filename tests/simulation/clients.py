@@ -91,6 +91,11 @@ class Clients:
                 input={**given, "tag": "other", "nonsense": 1},
             )
 
+    def is_started(self, run: Planned) -> bool:
+        """Whether a run was accepted."""
+        query = "SELECT 1 FROM keepstep_run WHERE request_id = ?"
+        return bool(self._world.store.query(query, f"request {run.tag}"))
+
     def decide_something(self) -> None:
         """Decide an approval: an open one, or now and then one that is not; rightly, or as somebody foreign."""
         random = self._random
@@ -125,8 +130,7 @@ class Clients:
     def repair(self) -> None:
         """Do what an operator would: resume what is paused, retry what can be, start what nobody could start."""
         for run in self.planned:
-            rows = self._world.store.query("SELECT 1 FROM keepstep_run WHERE request_id = ?", f"request {run.tag}")
-            if not rows:
+            if not self.is_started(run):
                 self.start(run)
         for thread_id, thread, graph, status, control, error in self._world.store.query(
             "SELECT id, name, agent, status, control, error FROM keepstep_thread ORDER BY name"

@@ -16,7 +16,7 @@ from typing import TYPE_CHECKING, Any, TypeVar
 from sqlalchemy import make_url
 
 from keepstep.errors import DatabaseUnavailable, StaleLease
-from keepstep.store import effects, leases, migrate, outcomes, signals
+from keepstep.store import effects, leases, migrate, outcomes, signals, workers
 from keepstep.store.engine import Store, Transaction
 from keepstep.store.statements import Row, Statement
 from keepstep.store.status import TRANSITIONS
@@ -179,6 +179,10 @@ class SimulatedStore(Store):
         if outcomes._INSERT_WAIT in transaction.wrote or signals._KEEP in transaction.wrote:
             missed = self.query(_MISSED, self.world.database_time())
             world.require(not missed, "a signal and the wait for it have missed each other", str(missed))
+        if workers._FORGET_GONE in transaction.wrote:
+            known = {row[0] for row in self.query("SELECT id FROM keepstep_worker")}
+            healthy = [worker.id for worker in world.workers if worker.is_healthy]
+            world.require(known.issuperset(healthy), "a healthy worker was given up", f"{known} of {healthy}")
         for agent, *row in self.query(_THREADS):
             self._check_lease((row[0], ""), f"{row[1]} {agent}", *row[-3:], claims=claims)
             self._check_thread(*row[:-3])
@@ -220,7 +224,8 @@ class SimulatedStore(Store):
             self._require_wait(thread_id, seq + 1, None, f"{name} {branch} {pending}")
         if status in _REASONS:
             ((error,),) = self.query("SELECT error FROM keepstep_thread WHERE id = ?", thread_id)
-            require(json.loads(error)["code"] in _REASONS[status], f"{status} for no good reason", f"{name}: {error}")
+            good = json.loads(error)["code"] in _REASONS[status] or (status == "failed" and "nonsense" in error)
+            require(good, f"{status} for no good reason", f"{name}: {error}")
 
     def _check_fan(
         self,

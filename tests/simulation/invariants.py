@@ -26,13 +26,16 @@ def unfinished(world: World) -> list[str]:
     """Return what is not at rest yet."""
     processes = [process for worker in world.workers for process in worker.processes if process.fiber]
     found = [f"{process.name} is under way" for process in processes]
+    found += [f"{run.tag} is not started" for run in world.clients.planned if not world.clients.is_started(run)]
     found += [f"{command.message.id} has no reply" for command in world.clients.sent if not command.outcome]
     for thread_id, name, status, control, error in world.store.query(
         "SELECT id, name, status, control, error FROM keepstep_thread ORDER BY name"
     ):
         code = json.loads(error or "{}").get("code")
         unknown = status == "blocked" and code == "effect_unknown" and world.unknown(thread_id)
-        at_rest = status in {"done", "cancelled"} or (unknown and control == "")
+        # Input that no worker could check at the door, as none that carried the graph took the command.
+        unfit = status == "failed" and code == "state"
+        at_rest = status in {"done", "cancelled"} or unfit or (unknown and control == "")
         if not at_rest:
             found.append(f"{name} is {status} {control} {error or ''}")
     return found
@@ -191,7 +194,7 @@ def _was_left(world: World, run: Planned) -> bool:
 def _check_approvals(world: World) -> None:
     for approval, status, quorum in world.store.query("SELECT id, status, quorum FROM keepstep_approval"):
         decided = world.store.query(
-            'SELECT verdict, payload, "by" FROM keepstep_decision WHERE approval_id = ? ORDER BY at, id', approval
+            'SELECT verdict, payload, "by" FROM keepstep_decision WHERE approval_id = ? ORDER BY rowid', approval
         )
         waits = world.store.query("SELECT status, answer FROM keepstep_wait WHERE approval_id = ?", approval)
         world.require(len(waits) == 1, "an approval without its wait", approval)

@@ -190,7 +190,10 @@ def _heal(world: World) -> None:
 
 def _round(world: World, number: int) -> bool:
     """Let everybody do what there is to be done, then let time pass; return whether anything was done."""
-    if not any(len(worker.graphs) == len(world.graphs) for worker in world.working()):
+    for worker in world.working():
+        if len(worker.graphs) < len(world.graphs):  # of another release, whose deploy ends now
+            world.drain(worker)
+    if not world.working():
         world.start_worker()
     busy = _work(world)
     world.clients.resend()

@@ -92,6 +92,7 @@ class SimulatedWorker:
         self.stopped = False
         self.alive = True
         self.ready = False
+        self.renewed = False
         self._pids = number * 100
         self.dead: list[int] = []
         """Pids of children that died and were not yet missed."""
@@ -119,6 +120,13 @@ class SimulatedWorker:
     def processes(self) -> list[Process]:
         """Everything of it that may have something under way."""
         return [*self.children, self.commands, self.sweeps, self.reaps]
+
+    @property
+    def is_healthy(self) -> bool:
+        """Whether it has renewed lately, by the machines' time."""
+        if not self.renewed or self.stopped:
+            return False
+        return self.world.monotonic() - self.liveness._renewed_at < SETTINGS.liveness_window_seconds
 
     def fork(self) -> None:
         """Add a pool child."""
@@ -161,6 +169,7 @@ class SimulatedWorker:
         if steadily:
             self.liveness._renewed_at = self.world.monotonic() - 1.0
         self.liveness.work()
+        self.renewed = True
 
     def release(self) -> None:
         """Miss a child that died: give its leases back, fork another."""

@@ -295,7 +295,7 @@ class World:
         self.begin(worker.commands, f"takes {command.message.id}", lambda: self._accept(runtime, command))
 
     def _accept(self, runtime: Runtime, command: Command) -> None:
-        acknowledged = False
+        acknowledged, known = False, command.outcome
         try:
             try:
                 accepted = commands.accept(runtime, command.message)
@@ -308,7 +308,7 @@ class World:
             if not acknowledged:
                 self.broker.send(command)
         self.require(
-            not (command.outcome == "accepted" and outcome != "accepted"),
+            not (known == "accepted" and outcome != "accepted"),
             "an accepted command was refused later",
             f"{command.message.id}: {outcome}",
         )

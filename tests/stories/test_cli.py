@@ -229,6 +229,7 @@ def test_threads_are_steered(laptop):
     refused = laptop.ask("start", "held", "h", "--reject-if-running", code=2)
     assert refused["error"]["code"] == "run_in_progress"
     queued = laptop.begin("start", "held", "h", "--wait")
+    assert queued.stderr.readline().split() == ["accepted", "held/h"]
 
     assert laptop.type("pause", "h", "--reason", "a look first") == "h is paused\n"
     assert laptop.ask("show", "h")["thread"]["paused"] is True

@@ -13,6 +13,7 @@ import time
 import pytest
 import structlog
 
+from keepstep.tasks import logs
 from keepstep.tasks.forkgate import Gate
 from keepstep.tasks.service import Service, stop
 
@@ -104,6 +105,23 @@ def test_a_thread_that_is_stuck_does_not_stop_forks_for_ever():
     assert os.waitpid(pid, 0)[1] == 0
     leave.set()
     thread.join()
+
+
+def test_what_a_log_line_says_of_an_error():
+    def fail():
+        message = "duplicate key violates a constraint\nDETAIL: Key (name)=(anna) exists"
+        raise ValueError(message)
+
+    with pytest.raises(ValueError, match="duplicate key") as raised:
+        fail()
+
+    line = fail.__code__.co_firstlineno + 2
+    assert logs.told(raised.value) == {
+        "error": "ValueError",
+        "reason": "duplicate key violates a constraint",
+        "where": f"test_services.py:{line}",
+    }
+    assert logs.told(KeyError()) == {"error": "KeyError", "reason": "", "where": ""}
 
 
 PROGRAM = """

@@ -20,7 +20,7 @@ from dataclasses import dataclass
 from typing import Any, ParamSpec, TypeVar, overload
 
 from keepstep.crashpoints import reach
-from keepstep.errors import Diverged, EffectConflict, EffectUnknown, InvalidInput, NodeTimeout, StepError
+from keepstep.errors import Diverged, EffectConflict, EffectUnknown, InvalidInput, NodeTimeout, StepError, ThreadBlocked
 from keepstep.ids import checked_name
 from keepstep.runtime.codec import Codec
 from keepstep.runtime.outcome import described, error_text
@@ -168,6 +168,7 @@ class Journal:
         self._under_way: set[str] = set()
         self._occurrences: dict[str, int] = {}
         self._closed = False
+        self._blocked: ThreadBlocked | None = None
         self._lock = threading.RLock()
 
     # --- performing -------------------------------------------------------------------------------------------------
@@ -283,6 +284,8 @@ class Journal:
         earlier one did may have to be undone by a person.
         """
         with self._lock:
+            if self._blocked is not None:
+                raise self._blocked  # the node caught it; it is not the node's to decide
             left = [
                 state
                 for call, state in self._known().items()
@@ -293,7 +296,8 @@ class Journal:
                 f"an earlier attempt did {left[0].name!r} ({left[0].call}), which this one has not asked for before "
                 f"{before}: the retry goes another way than the attempt before it"
             )
-            raise Diverged(message)
+            self._blocked = Diverged(message)
+            raise self._blocked
 
     # --- keys --------------------------------------------------------------------------------------------------------
 
@@ -351,4 +355,5 @@ class Journal:
             f"effect {found.name!r} ({self._step}/{self._run}/{found.call}) was begun by an attempt that is gone and "
             "left no result: it may have happened"
         )
-        raise EffectUnknown(message)
+        self._blocked = EffectUnknown(message)
+        raise self._blocked

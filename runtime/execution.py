@@ -112,49 +112,59 @@ def _planned_wait(state: RetryCallState) -> float:
 
 def _attempt(runtime: Runtime, node_run: NodeRun) -> Outcome:
     """Enter the node's body once."""
-    node, run = node_run.node, node_run.run
-    timeout = runtime.timeout(node)
+    timeout = runtime.timeout(node_run.node)
     deadline = time.monotonic() + timeout
     attempt = _prepared(runtime, node_run, deadline)
     try:
-        given, seen = node_run.present()
-        with runtime.watchdog.watch(
-            timeout + runtime.settings.timeout_grace_seconds, lambda: _end_hung(runtime, node_run)
-        ):
-            returned = _called(node, given, attempt, timeout, process_is_ours=runtime.end_process is not None)
-            if time.monotonic() > deadline:
-                raise NodeOverdue  # noqa: TRY301  a node that could not be interrupted ends as one that was
-        result = planner.result_of(node_run.graph, run, returned, seen, given)
-        # Refused now, while the node can be named, and not when the whole step is committed.
-        attempt.codec.encode(result.to_plain().get("update", {}))
-        attempt.journal.check_course(before="its end")
-    except Parked as parked:
-        try:
-            attempt.journal.check_course(before="it parked")
-        except ThreadBlocked as error:
-            return Blocked(described(error, node=run.node, run=run.id))
-        node_run.events[:] = attempt.events
-        return Waiting(parked.waits)
-    except NodeOverdue:
-        overdue = NodeTimeout(f"node {run.id!r} ran longer than its timeout of {timeout:g} s")
-        return _failed(node_run, overdue, attempt)
+        result = _result(runtime, node_run, attempt, timeout, deadline)
     except StaleLease:
         raise
-    except ThreadBlocked as error:
-        return Blocked(described(error, node=run.node, run=run.id))
-    except Unavailable as error:
-        # The world's failure, not the node's: it costs no attempt.
-        return Retry(_UNAVAILABLE_SECONDS, node_run.failures, described(error, node=run.node, run=run.id))
-    except Exception as error:  # noqa: BLE001  user code may raise anything
-        return _failed(node_run, error, attempt)
-    except asyncio.CancelledError as error:
-        return _failed(node_run, error, attempt)
-    except SystemExit as error:
-        if type(error) is not SystemExit:  # a kind of its own is how a worker is told to stop
-            raise
-        return _failed(node_run, StepError("the node called sys.exit()"), attempt)
+    except (Parked, NodeOverdue, asyncio.CancelledError, SystemExit, Exception) as error:  # noqa: BLE001  user code
+        return _outcome_of(error, node_run, attempt, timeout)
     node_run.events[:] = attempt.events
     return Done(result)
+
+
+def _result(runtime: Runtime, node_run: NodeRun, attempt: Attempt, timeout: float, deadline: float) -> NodeResult:
+    """Return what the node returned, checked; raises whatever ends the attempt otherwise."""
+    given, seen = node_run.present()
+    with runtime.watchdog.watch(timeout + runtime.settings.timeout_grace_seconds, lambda: _end_hung(runtime, node_run)):
+        ours = runtime.end_process is not None
+        returned = _called(node_run.node, given, attempt, timeout, process_is_ours=ours)
+        if time.monotonic() > deadline:
+            raise NodeOverdue  # a node that could not be interrupted ends as one that was
+    result = planner.result_of(node_run.graph, node_run.run, returned, seen, given)
+    # Refused now, while the node can be named, and not when the whole step is committed.
+    attempt.codec.encode(result.to_plain().get("update", {}))
+    attempt.journal.check_course(before="its end")
+    return result
+
+
+def _outcome_of(error: BaseException, node_run: NodeRun, attempt: Attempt, timeout: float) -> Outcome:
+    """Return what an attempt that did not return came to."""
+    run = node_run.run
+    match error:
+        case Parked():
+            try:
+                attempt.journal.check_course(before="it parked")
+            except ThreadBlocked as blocked:
+                return Blocked(described(blocked, node=run.node, run=run.id))
+            node_run.events[:] = attempt.events
+            return Waiting(error.waits)
+        case ThreadBlocked():
+            return Blocked(described(error, node=run.node, run=run.id))
+        case Unavailable():
+            # The world's failure, not the node's: it costs no attempt.
+            return Retry(_UNAVAILABLE_SECONDS, node_run.failures, described(error, node=run.node, run=run.id))
+        case NodeOverdue():
+            message = f"node {run.id!r} ran longer than its timeout of {timeout:g} s"
+            return _failed(node_run, NodeTimeout(message), attempt)
+        case SystemExit() if type(error) is not SystemExit:  # a kind of its own is how a worker is told to stop
+            raise error
+        case SystemExit():
+            return _failed(node_run, StepError("the node called sys.exit()"), attempt)
+        case _:
+            return _failed(node_run, error, attempt)
 
 
 def _prepared(runtime: Runtime, node_run: NodeRun, deadline: float) -> Attempt:

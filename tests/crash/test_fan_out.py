@@ -110,6 +110,9 @@ def test_a_worker_lost_with_its_part_of_a_fan_out_delays_only_that_part(served, 
 
     assert outside.calls(thread) == {
         **{f"{what}{number}": 1 for number in range(4) for what in ("guest", "enter-guest")},
-        **{"enter-guest1": 2, "walk": 2, "enter-invite": 1, "enter-toast": 1},
+        "enter-guest1": 2,
+        "walk": 2,
+        "enter-invite": 1,
+        "enter-toast": 1,
     }
     assert evidence.state(served, thread)["log"] == [f"guest{number} of {thread}" for number in range(4)]

@@ -52,7 +52,7 @@ def test_three_workers_are_replaced_twice_under_thirty_threads(served, outside):
             stuck = running.pop()
         outside.let_go("walk", *running)
         if stuck in held_by(served, worker):
-            eventually(lambda worker=worker: held_by(served, worker) == [stuck], what="the end of the other node")
+            eventually(lambda left=[stuck], worker=worker: held_by(served, worker) == left, what="the other node's end")
             worker.kill()
         else:
             assert worker.process.wait(60) == 0
@@ -167,7 +167,9 @@ def test_two_versions_of_a_graph_run_side_by_side(served, releases, outside):
     served.ended("of-2", seconds=60)
 
     assert dict(served.query("SELECT name, graph_version FROM keepstep_thread")) == {
-        **{"of-1": "1", "old-run": "1", "of-2": "2"},
+        "of-1": "1",
+        "old-run": "1",
+        "of-2": "2",
     }
     assert outside.calls("old-run") == {"enter-load": 1, "walk": 1, "enter-unload-1": 1}
     assert outside.calls("of-2") == {"enter-load": 1, "walk": 1, "enter-unload-2": 1}

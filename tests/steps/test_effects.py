@@ -290,6 +290,26 @@ def test_an_intent_without_a_result_blocks(deploy):
     assert outside.calls == ["pay"]
 
 
+def test_a_node_cannot_swallow_that_an_outcome_is_unknown(deploy):
+    outside = Outside()
+
+    def pay():
+        outside.calls.append("pay")
+        raise Killed
+
+    def body(ctx):
+        try:
+            return ctx.effect(pay)
+        except Exception:
+            return "went on"
+
+    d = deploy(acts(body))
+    _killed_in_the_call(d, outside)
+    assert d.drain() == "blocked"
+    assert d.error[0] == "effect_unknown"
+    assert outside.calls == ["pay"]
+
+
 def test_a_read_without_a_result_is_repeated(deploy):
     outside = Outside()
 

@@ -52,11 +52,9 @@ class Servers:
 
     def configure(self, setting: str, value: str | None) -> None:
         """Set a parameter of PostgreSQL that needs a restart (None: its default), and restart it."""
-        self.postgresql.execute("CHECKPOINT")
         change = f"RESET {setting}" if value is None else f"SET {setting} = '{value}'"
         self.postgresql.execute(f"ALTER SYSTEM {change}")
-        self.postgresql.crash()
-        self.postgresql.start()
+        self.postgresql.restart()
 
     def migrated_database(self) -> str:
         """Return a new database with Keepstep's tables."""

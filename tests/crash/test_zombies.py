@@ -92,6 +92,40 @@ def test_a_worker_that_stood_still_past_its_window_writes_nothing(served, outsid
     assert outside.calls("afterwards") == {"enter-go": 1, "shop": 1, "walk": 1, "goods": 1, "enter-home": 1}
 
 
+@pytest.mark.parametrize(
+    ("graph", "thread", "seats", "body"),
+    [
+        pytest.param("crowd", "at-its-commit", -2, "enter-invite", id="commit"),
+        pytest.param("crowd", "held-at-its-pending-write", 2, "enter-guest1", id="pending-write"),
+        pytest.param("doubtful", "at-its-park", 0, "enter-doubt", id="park"),
+    ],
+)
+def test_a_worker_that_stood_still_at_the_end_of_a_node_writes_nothing(served, outside, graph, thread, seats, body):
+    first = served.worker(concurrency=1)
+    outside.hold("walk", thread)
+    served.start(graph, thread, seats=seats)
+    outside.called("walk", thread)
+    served.worker(concurrency=1)
+    goal = "waiting" if graph == "doubtful" else "done"
+
+    with standing_still(*family(first)):
+        outside.called(body, thread, 2)
+        if graph == "crowd":
+            outside.called("walk", thread, 2)
+            outside.let_go("walk", thread)
+        served.ended(thread, status=goal, seconds=60)
+        before = everything(served)
+        outside.let_go("walk", thread)
+    lost_lease(first, thread)
+
+    assert everything(served) == before
+    calls = outside.calls(thread)
+    assert (calls.pop(body), calls.pop("walk")) == (2, 1 if graph == "doubtful" else 2)
+    assert set(calls.values()) <= {1}
+    assert evidence.count(served, "approval", thread) == (graph == "doubtful")
+    assert len(evidence.history(served, thread)) == (1 if graph == "doubtful" else 4)
+
+
 def test_a_pool_child_that_stood_still_past_its_nodes_deadline_writes_nothing(
     deploy, postgresql_url, redis_url, outside
 ):

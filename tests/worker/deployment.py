@@ -113,7 +113,7 @@ class Deployment:
             "broker": broker,
             "graphs": str(AGENTS),
             "renew_seconds": 0.3,
-            "liveness_window_seconds": 1.5,
+            "liveness_window_seconds": 2.0,
             "sweep_seconds": 0.3,
             **overrides,
         }

@@ -136,7 +136,7 @@ def test_a_node_that_outlives_the_window_and_many_sweeps_starts_once(deployment)
     def renewed_often() -> bool:
         [(alive_until,)] = deployment.query("SELECT alive_until FROM keepstep_worker")
         seen.add(alive_until)
-        return len(seen) >= 20  # 6 s: four liveness windows, twenty sweeps
+        return len(seen) >= 20  # 6 s: three liveness windows, twenty sweeps
 
     eventually(renewed_often, what="twenty renewals")
     deployment.touch("release")

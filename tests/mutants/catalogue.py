@@ -1,0 +1,347 @@
+"""Lines of the protocol, each broken on purpose, and the tests that must fail when it is."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from pathlib import Path
+
+ROOT = Path(__file__).parents[2]
+
+
+@dataclass(frozen=True)
+class Mutant:
+    """One way to break the protocol."""
+
+    guard: str
+    """Which rule of the protocol is broken."""
+    name: str
+    """What is done to it."""
+    file: str
+    edits: tuple[tuple[str, str], ...]
+    """Texts that stand in the file exactly once, and what stands there instead."""
+    tests: tuple[str, ...] = ()
+    """What pytest is asked to run; at least one of them must fail."""
+    seeds: int = 0
+    """Instead: how many seeds of the simulation are run; at least one of them must fail."""
+
+    def text(self) -> str:
+        """Return the file's text with the mutation; raise `ValueError` when a text is not there exactly once."""
+        text = (ROOT / self.file).read_text(encoding="utf-8")
+        for old, new in self.edits:
+            found = text.count(old)
+            if found != 1:
+                message = f"{self.guard}: {self.name}: {self.file} has this {found} times instead of once:\n{old}"
+                raise ValueError(message)
+            text = text.replace(old, new)
+        return text
+
+
+_FENCES = "tests/store/test_fences.py::test_a_{}_taken_over_refuses_its_former_owner[sqlite-_{}]"
+_LOCKS = "tests/steps/test_locks.py::test_"
+_EFFECTS = "tests/steps/test_effects.py::test_"
+_WAITS = "tests/steps/test_waits.py::test_"
+
+MUTANTS = (
+    Mutant(
+        "the fence",
+        "a thread's nonce is not looked at",
+        "store/leases.py",
+        ((', thread.c.lease_nonce == param("f_nonce")]', "]"),),
+        (_FENCES.format("thread", "commit"),),
+    ),
+    Mutant(
+        "the fence",
+        "a node run's nonce is not looked at",
+        "store/leases.py",
+        (('        node_run.c.lease_nonce == param("f_nonce"),\n    ]', "    ]"),),
+        (_FENCES.format("node_run", "finish_node"),),
+    ),
+    Mutant(
+        "the fence",
+        "the commit does not look at the parent",
+        "store/checkpoints.py",
+        (('.where(*fenced(thread), thread.c.seq == param("seq") - 1)', ".where(*fenced(thread))"),),
+        seeds=100,
+    ),
+    Mutant(
+        "the fence",
+        "an intent is not fenced",
+        "store/effects.py",
+        (("        hold(transaction, fence)\n", ""),),
+        (_FENCES.format("thread", "intend"),),
+    ),
+    Mutant(
+        "the fence",
+        "a lease is taken from somebody who lives",
+        "store/leases.py",
+        (("        or_(table.c.lease_nonce.is_(None), table.c.lease_deadline <= db_now()),\n", ""),),
+        ("tests/store/test_claim.py", "-k", "sqlite"),
+    ),
+    Mutant(
+        "the fence's row lock",
+        "of a thread",
+        "store/outcomes.py",
+        (
+            (
+                "select(thread.c.id).where(*fenced(thread)).with_for_update())",
+                "select(thread.c.id).where(*fenced(thread)))",
+            ),
+        ),
+        (_LOCKS + "a_takeover_waits_for_the_write_that_has_passed_the_fence[thread]",),
+    ),
+    Mutant(
+        "the fence's row lock",
+        "of a node run",
+        "store/outcomes.py",
+        (
+            (
+                "select(node_run.c.run).where(*fenced(node_run)).with_for_update())",
+                "select(node_run.c.run).where(*fenced(node_run)))",
+            ),
+        ),
+        (_LOCKS + "a_takeover_waits_for_the_write_that_has_passed_the_fence[node run]",),
+    ),
+    Mutant(
+        "the nonce's randomness",
+        "every nonce is the same",
+        "store/leases.py",
+        (("os.urandom(12)", "bytes(12)"),),
+        (_FENCES.format("thread", "commit"),),
+    ),
+    Mutant(
+        "the inbox at parking",
+        "early signals are not looked for",
+        "store/outcomes.py",
+        (("    if new.signal_name is not None:\n", "    if False:\n"),),
+        (_WAITS + "signals_that_come_early_are_kept_and_taken_in_order[sqlite]",),
+    ),
+    Mutant(
+        "the inbox at parking",
+        "early signals are looked for without the thread's lock",
+        "store/outcomes.py",
+        (
+            (
+                '        .where(thread.c.id == param("f_thread"))\n        .with_for_update()\n',
+                '        .where(thread.c.id == param("f_thread"))\n',
+            ),
+        ),
+        (_LOCKS + "a_signal_that_is_sent_while_its_wait_is_opened_finds_it[node run]",),
+    ),
+    Mutant(
+        "the inbox at parking",
+        "a signal is delivered without the thread's lock",
+        "store/threads.py",
+        (
+            (
+                'select(*_STATE).where(thread.c.id == param("id")).with_for_update())',
+                'select(*_STATE).where(thread.c.id == param("id")))',
+            ),
+        ),
+        (_LOCKS + "a_wait_that_is_opened_while_its_signal_is_sent_finds_it",),
+    ),
+    Mutant(
+        "the inbox at parking",
+        "a signal is given twice",
+        "store/signals.py",
+        (('    transaction.run(_CONSUME, {"id": row[0], "consumer": consumer})\n', ""),),
+        seeds=100,
+    ),
+    Mutant(
+        "intent, then call",
+        "no intent is recorded",
+        "runtime/effects.py",
+        (
+            (
+                "        if not declared.idempotent:\n            self.check_course",
+                "        if False:\n            self.check_course",
+            ),
+        ),
+        (_EFFECTS + "an_intent_without_a_result_blocks[sqlite]",),
+    ),
+    Mutant(
+        "intent, then call",
+        "the intent is recorded after the call",
+        "runtime/effects.py",
+        (
+            (
+                "            self._store.patiently(\n                lambda: journal.begin(",
+                "            self._late = (\n                lambda: journal.begin(",
+            ),
+            (
+                "        stored = call.codec.encode(result, path=",
+                (
+                    "        if not call.declared.idempotent:\n"
+                    "            self._late()\n"
+                    "        stored = call.codec.encode(result, path="
+                ),
+            ),
+        ),
+        (
+            _EFFECTS + "an_intent_without_a_result_blocks[sqlite]",
+            _EFFECTS + "an_effect_of_a_cancelled_thread_is_refused[sqlite]",
+        ),
+    ),
+    Mutant(
+        "intent, then call",
+        "an intent without a result is begun again",
+        "runtime/effects.py",
+        (("if found.state == journal.INTENT and not declared.idempotent:", "if False:"),),
+        (_EFFECTS + "an_intent_without_a_result_blocks[sqlite]",),
+    ),
+    Mutant(
+        "the divergence check",
+        "a retry may leave out what was done",
+        "runtime/effects.py",
+        (("        if left:\n", "        if False:\n"),),
+        (_EFFECTS + "a_retry_that_goes_another_way_blocks", "-k", "sqlite"),
+    ),
+    Mutant(
+        "the divergence check",
+        "an answer is given to another question",
+        "runtime/waits.py",
+        (("        if bytes(state.digest) != digest:\n", "        if False:\n"),),
+        (_WAITS + "a_node_that_asks_something_else_the_second_time_is_blocked[sqlite]",),
+    ),
+    Mutant(
+        "the divergence check",
+        "a recorded result is given to a call with other arguments",
+        "runtime/effects.py",
+        (("        if bytes(found.arguments_digest) != digest:\n", "        if False:\n"),),
+        (_EFFECTS + "one_key_for_two_commands_is_refused[sqlite]",),
+    ),
+    Mutant(
+        "the command's late acknowledgement",
+        "acknowledged before the commit",
+        "tasks/commands.py",
+        (
+            (
+                "            accepted = commands.accept(self._runtime, command)\n",
+                "            message.ack()\n            accepted = commands.accept(self._runtime, command)\n",
+            ),
+            (
+                "            self._reply(message, command.id, reply)\n            message.ack()\n",
+                "            self._reply(message, command.id, reply)\n",
+            ),
+        ),
+        ("tests/worker/test_deaths.py::test_a_command_committed_by_a_worker_that_died_is_not_lost[embedded]",),
+    ),
+    Mutant(
+        "the command's late acknowledgement",
+        "what could not be committed is not put back",
+        "tasks/commands.py",
+        (
+            (
+                "again_in_seconds=self._backoff_seconds)\n            message.requeue()\n",
+                "again_in_seconds=self._backoff_seconds)\n            message.ack()\n",
+            ),
+        ),
+        ("tests/worker/test_outages.py::test_a_database_that_is_away_delays_commands_and_loses_none",),
+    ),
+    Mutant(
+        "the command's late acknowledgement",
+        "a command's id is not remembered",
+        "runtime/commands.py",
+        (("            if done is not None:\n", "            if False:\n"),),
+        seeds=100,
+    ),
+    Mutant(
+        "the join under the lock",
+        "the count-down takes no lock on the thread",
+        "store/outcomes.py",
+        (
+            (
+                "        locked = lock(transaction, fence)\n        key = fence_params(fence)\n",
+                (
+                    "        hold(transaction, fence)\n"
+                    "        unlocked = Statement(lambda _: select(*(thread.c[name] for name in Locked._fields))"
+                    '.where(thread.c.id == param("f_thread")))\n'
+                    "        key = fence_params(fence)\n"
+                    "        locked = Locked(*transaction.rows(unlocked, key)[0])\n"
+                ),
+            ),
+        ),
+        (_LOCKS + "the_join_and_a_cancel_take_their_locks_in_one_order",),
+    ),
+    Mutant(
+        "the join under the lock",
+        "the count-down is written from what was read",
+        "store/outcomes.py",
+        (
+            (
+                '        .where(thread.c.id == param("f_thread"))\n        .with_for_update()\n',
+                '        .where(thread.c.id == param("f_thread"))\n',
+            ),
+            (
+                "        pending, thread_status, version = transaction.rows(_COUNT_DOWN, key)[0]\n",
+                (
+                    "        read = Statement(lambda _: select(thread.c.pending)"
+                    '.where(thread.c.id == param("f_thread")))\n'
+                    '        key["read"] = transaction.rows(read, key)[0][0]\n'
+                    "        pending, thread_status, version = transaction.rows(_COUNT_DOWN, key)[0]\n"
+                ),
+            ),
+            (
+                "            pending=thread.c.pending - 1,\n            status=case((and_(thread.c.pending == 1,",
+                '            pending=param("read") - 1,\n            status=case((and_(param("read") == 1,',
+            ),
+        ),
+        ("tests/store/test_commit.py::test_exactly_one_of_many_node_runs_is_the_last[postgresql]",),
+    ),
+    Mutant(
+        "the join under the lock",
+        "it counts down for an owner that lost its lease",
+        "store/outcomes.py",
+        (
+            (
+                "        locked = lock(transaction, fence)\n        key = fence_params(fence)\n",
+                "        key = fence_params(fence)\n        locked = Locked(*transaction.rows(_LOCK_THREAD, key)[0])\n",
+            ),
+        ),
+        (_FENCES.format("node_run", "finish_node"),),
+    ),
+    Mutant(
+        "the join under the lock",
+        "it comes one too early",
+        "store/outcomes.py",
+        (
+            (
+                "case((and_(thread.c.pending == 1, thread.c.status == WAITING), READY)",
+                "case((and_(thread.c.pending <= 2, thread.c.status == WAITING), READY)",
+            ),
+        ),
+        seeds=100,
+    ),
+    Mutant(
+        "taking over",
+        "the leases of a dead worker's node runs are kept",
+        "store/workers.py",
+        (('    nudges += [Nudge("node", *row) for row in transaction.rows(of_node_runs, params)]\n', ""),),
+        seeds=200,
+    ),
+    Mutant(
+        "taking over",
+        "a worker judges though its own time is over",
+        "tasks/sweeper.py",
+        (("judge=self._worker_id", "judge=None"),),
+        seeds=100,
+    ),
+    Mutant(
+        "taking over",
+        "the sweep finds no threads",
+        "store/sweep.py",
+        (
+            (
+                '    nudges += [Nudge("step", *row[:2]) for row in store.rows(_DUE_THREADS, params) if _is_due(row)]\n',
+                "",
+            ),
+        ),
+        seeds=50,
+    ),
+    Mutant(
+        "the history",
+        "a digest leaves out the parent's",
+        "runtime/history.py",
+        (('parent = head.digest if head is not None else b""', 'parent = b""'),),
+        seeds=50,
+    ),
+)

@@ -1,0 +1,178 @@
+"""Two transactions at once on PostgreSQL: one stands in its middle while the other comes as far as the locks let it."""
+
+from __future__ import annotations
+
+import contextlib
+import threading
+import time
+from collections import Counter
+from typing import Annotated, TypedDict
+
+import pytest
+import sqlalchemy
+
+from keepstep import END, START, Graph, Send, append
+from keepstep.runtime import commands
+from keepstep.store import effects, outcomes, workers
+
+_WAITING = "SELECT count(*) FROM pg_stat_activity WHERE datname = current_database() AND wait_event_type = 'Lock'"
+
+
+class Log(TypedDict, total=False):
+    log: Annotated[list, append]
+
+
+class Rival:
+    """Somebody who acts in the middle of another's transaction: at once, or when that has let go of its locks."""
+
+    def __init__(self, d, act):
+        self._d = d
+        self._errors = []
+        self.overtook = False
+        self._thread = threading.Thread(target=self._run, args=(act,))
+
+    def _run(self, act):
+        try:
+            act()
+        except BaseException as error:  # noqa: BLE001  shown by `ended`
+            self._errors.append(error)
+
+    def comes(self):
+        """Begin, and return when it is done or waits for a lock."""
+        if not self._thread.is_alive():
+            self._thread.start()
+        engine = sqlalchemy.create_engine(self._d.url)
+        deadline = time.monotonic() + 20
+        with engine.connect() as connection:
+            while self._thread.is_alive() and not connection.execute(sqlalchemy.text(_WAITING)).scalar_one():
+                assert time.monotonic() < deadline
+                time.sleep(0.01)
+        engine.dispose()
+        self.overtook = not self._thread.is_alive()
+
+    def ended(self):
+        """Wait for its end; raise what it raised."""
+        self._thread.join(30)
+        assert not self._thread.is_alive()
+        if self._errors:
+            raise self._errors[0]
+
+
+def in_the_middle(monkeypatch, module, name, act):
+    """Do something just after the first call of a function, in the transaction of its caller."""
+    original, calls = getattr(module, name), Counter()
+
+    def replaced(*args, **kwargs):
+        found = original(*args, **kwargs)
+        calls[name] += 1
+        if calls[name] == 1:
+            act()
+        return found
+
+    monkeypatch.setattr(module, name, replaced)
+    return calls
+
+
+def graph_of(body, *, fanned):
+    graph = Graph("locks", state=Log, fan_out=fanned)
+    graph.node(body, name="body")
+    if fanned:
+        graph.route(START, lambda _state: [Send("body", {}), Send("body", {})], to=["body"])
+    else:
+        graph.edge(START, "body")
+    graph.edge("body", END)
+    return graph
+
+
+@pytest.mark.parametrize("fanned", [False, True], ids=["thread", "node run"])
+def test_a_takeover_waits_for_the_write_that_has_passed_the_fence(served, monkeypatch, fanned):
+    paid = []
+
+    def pay(who):
+        paid.append(who)
+
+    d = served(graph_of(lambda _state, ctx: {"log": [ctx.effect(pay, ctx.node)]}, fanned=fanned))
+    d.start()
+    if fanned:
+        d.work(d.queue.pop(0))
+    other = d.open()
+    rival = Rival(d, lambda: workers.release_child(other, d.worker.owner.worker, 1, reason="given up"))
+    in_the_middle(monkeypatch, effects, "hold", rival.comes)
+
+    d.work(d.queue.pop(0))
+
+    rival.ended()
+    assert rival.overtook is False
+    assert paid == ["body"]
+    assert d.effects() == [("pay", "done", 1)]
+
+
+@pytest.mark.parametrize("fanned", [False, True], ids=["thread", "node run"])
+def test_a_signal_that_is_sent_while_its_wait_is_opened_finds_it(served, monkeypatch, fanned):
+    d = served(graph_of(lambda _state, ctx: {"log": [ctx.wait_signal("go").payload]}, fanned=fanned))
+    d.start()
+    if fanned:
+        d.work(d.queue.pop(0))
+    producer = d.worker_of(pid=2)
+    rival = Rival(d, lambda: d.signal("go", 1, worker=producer))
+    in_the_middle(monkeypatch, outcomes, "take_signal", rival.comes)
+
+    d.work(d.queue.pop(0))
+
+    rival.ended()
+    if fanned:
+        d.signal("go", 2)
+    assert d.drain() == "done"
+    assert sorted(d.values()["log"]) == ([1, 2] if fanned else [1])
+
+
+@pytest.mark.parametrize("fanned", [False, True], ids=["thread", "node run"])
+def test_a_wait_that_is_opened_while_its_signal_is_sent_finds_it(served, monkeypatch, fanned):
+    entered, go_on = threading.Event(), threading.Event()
+
+    def body(_state, ctx):
+        entered.set()
+        assert go_on.wait(20)
+        return {"log": [ctx.wait_signal("go").payload]}
+
+    d = served(graph_of(body, fanned=fanned))
+    d.start()
+    if fanned:
+        d.work(d.queue.pop(0))
+    nudge, producer = d.queue.pop(0), d.worker_of(pid=2)
+    rival = Rival(d, lambda: d.work(nudge))
+    rival._thread.start()
+    assert entered.wait(20)
+
+    def parks():
+        go_on.set()
+        rival.comes()
+
+    with monkeypatch.context() as patched:
+        in_the_middle(patched, commands.waits, "wait_for_signal", parks)
+        d.signal("go", 1, worker=producer)
+
+    rival.ended()
+    if fanned:
+        d.signal("go", 2)
+    assert d.drain() == "done"
+    assert sorted(d.values()["log"]) == ([1, 2] if fanned else [1])
+
+
+def test_the_join_and_a_cancel_take_their_locks_in_one_order(served, monkeypatch):
+    d = served(graph_of(lambda _state, ctx: {"log": [1]}, fanned=True))
+    d.start()
+    d.work(d.queue.pop(0))
+    person = d.worker_of(pid=2)
+    rival = Rival(d, lambda: d.control("cancel", worker=person))
+    cancels = in_the_middle(monkeypatch, commands.threads, "cancel", lambda: None)
+    finishes = in_the_middle(monkeypatch, outcomes, "insert_events", rival.comes)
+
+    with contextlib.suppress(IndexError):
+        while True:
+            d.work(d.queue.pop(0))
+
+    rival.ended()
+    assert d.thread.status == "cancelled"
+    # Neither was a deadlock's victim that had to begin again.
+    assert (cancels["cancel"], finishes["insert_events"]) == (1, 1)

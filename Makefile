@@ -18,12 +18,13 @@ PIP := $(BIN)/python -m pip --disable-pip-version-check -qq
 LINKS := build/typing/keepstep
 PYTEST_ARGS ?=
 BENCH_ARGS ?=
+CHAOS_ARGS ?=
 SEEDS ?= 2000
 SEED ?=
 
 say = printf '%-9s%s\n' "$(1)" "$(2)"
 
-.PHONY: help run dev test bench simulate lint lint-ruff lint-types lint-imports lint-files lock clean
+.PHONY: help run dev test bench simulate chaos mutants lint lint-ruff lint-types lint-imports lint-files lock clean
 
 help: ## this list
 	@printf 'Targets:\n'
@@ -46,6 +47,14 @@ bench: dev ## the speed of steps against Celery's, as ratios of one run; BENCH_A
 simulate: dev ## seeded faults on the real runtime: SEEDS=2000 of them, or SEED=1234 with its schedule; last line JSON
 	@$(call say,simulate,$(if $(SEED),seed $(SEED),$(SEEDS) seeds))
 	@$(BIN)/python -m tests.simulation $(if $(SEED),--seed $(SEED),--seeds $(SEEDS))
+
+chaos: dev ## workers, PostgreSQL and Redis under a monkey; CHAOS_ARGS="--runs 500 --faults 500 --seed 7"; last line JSON
+	@$(call say,chaos,$(CHAOS_ARGS))
+	@$(BIN)/python -m tests.chaos $(CHAOS_ARGS)
+
+mutants: dev ## break one line of the protocol at a time: a test fails for each; last line JSON
+	@$(call say,mutants,each in a copy of the tree)
+	@$(BIN)/python -m tests.mutants
 
 lint: lint-ruff lint-types lint-imports lint-files ## ruff, mypy --strict, the import contract, shell and container files
 

@@ -10,8 +10,6 @@ from kombu import Connection
 
 _QUIET = {"without_gossip": True, "without_mingle": True, "without_heartbeat": True}
 
-_MAINTAIN_SECONDS = 0.25
-
 
 class NudgeConsumer(Consumer):
     """Consumes nudges: no gossip, no mingle, no heartbeat events (a third of the cost of a hop), quick to reconnect."""
@@ -25,10 +23,3 @@ class NudgeConsumer(Consumer):
             conn.ensure_connection, interval_start=0.2, interval_step=0.4, interval_max=3
         )
         return super().ensure_connected(conn)
-
-    def register_with_event_loop(self, hub: Any) -> None:
-        """Have the pool looked after often: a lost child's task fills its place until that is done."""
-        super().register_with_event_loop(hub)
-        maintain = getattr(self.pool, "maintain_pool", None)
-        if maintain is not None:
-            hub.call_repeatedly(_MAINTAIN_SECONDS, maintain)

@@ -22,7 +22,7 @@ class Outside:
         self._changed = threading.Condition()
         self._calls: dict[str, Counter[str]] = defaultdict(Counter)
         self._keys: dict[tuple[str, str], set[str]] = defaultdict(set)
-        self._held: dict[tuple[str, str], threading.Event] = {}
+        self._held: dict[tuple[str, str], list[threading.Event]] = {}
         outside = self
 
         class Handler(http.server.BaseHTTPRequestHandler):
@@ -61,9 +61,12 @@ class Outside:
             self._calls[thread][name] += 1
             self._keys[thread, name].add(key)
             self._changed.notify_all()
-            held = self._held.get((name, thread))
-        if held is not None:
-            held.wait(_HELD_SECONDS_MAX)
+            answer = threading.Event()
+            is_held = (name, thread) in self._held
+            if is_held:
+                self._held[name, thread].append(answer)
+        if is_held:
+            answer.wait(_HELD_SECONDS_MAX)
 
     # --- counting -----------------------------------------------------------------------------------------------------
 
@@ -106,20 +109,24 @@ class Outside:
         """Count calls as ever and answer them only when they are let go."""
         with self._changed:
             for thread in threads:
-                self._held[name, thread] = threading.Event()
+                self._held[name, thread] = []
 
     def let_go(self, name: str, *threads: str) -> None:
         """Answer the calls that were held, and later ones at once."""
         with self._changed:
-            events = [self._held.pop((name, thread), None) for thread in threads]
-        for event in events:
-            if event is not None:
-                event.set()
+            held = [event for thread in threads for event in self._held.pop((name, thread), ())]
+        for event in held:
+            event.set()
+
+    def let_first_go(self, name: str, thread: str) -> None:
+        """Answer the first of the calls that are held, and go on holding the others."""
+        with self._changed:
+            self._held[name, thread].pop(0).set()
 
     def stop(self) -> None:
         """Answer everybody and stop."""
         with self._changed:
-            held = list(self._held.values())
+            held = [event for events in self._held.values() for event in events]
             self._held.clear()
         for event in held:
             event.set()

@@ -29,6 +29,8 @@ class Cut:
     seats: int = 0
     starts: Mapping[str, int] = field(default_factory=dict)
     """Node runs that are started more than once when the write had landed."""
+    is_left: bool = False
+    """A write that had landed looks like another's to the worker, which leaves what follows to the sweep."""
 
 
 CUTS = [
@@ -39,11 +41,11 @@ CUTS = [
     Cut("result", b"UPDATE keepstep_effect", "errand", "walk"),
     Cut("commit", b"FROM keepstep_commit_", "errand", "walk"),
     Cut("last-commit", COMMIT, "slow_bank", "transfer"),
-    Cut("park", COMMIT, "doubtful", "walk"),
-    Cut("fan-out", COMMIT, "crowd", "walk", seats=-3),
+    Cut("park", COMMIT, "doubtful", "walk", is_left=True),
+    Cut("fan-out", COMMIT, "crowd", "walk", seats=-3, is_left=True),
     Cut("claim-of-a-node-run", b"FROM keepstep_claim_node_", "crowd", "walk", seats=-3, starts={"guest#0": 2}),
-    Cut("pending-write", COMMIT, "crowd", "walk", seats=3),
-    Cut("last-pending-write", COMMIT, "crowd", "walk", seats=2),
+    Cut("pending-write", COMMIT, "crowd", "walk", seats=3, is_left=True),
+    Cut("last-pending-write", COMMIT, "crowd", "walk", seats=2, is_left=True),
 ]
 
 
@@ -104,6 +106,8 @@ def test_a_write_is_cut(behind_a_proxy, outside, cut, landed):
     settled(deployment, thread, "done")
 
     check(deployment, outside, thread, cut, landed=landed)
+    left = [event for event in worker.events("lease_lost") if event["thread"] == thread]
+    assert len(left) == (cut.is_left and landed)
     assert worker.process.poll() is None
 
 

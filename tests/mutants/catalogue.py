@@ -227,18 +227,6 @@ MUTANTS = (
     ),
     Mutant(
         "the command's late acknowledgement",
-        "what could not be committed is not put back",
-        "tasks/commands.py",
-        (
-            (
-                "again_in_seconds=self._backoff_seconds)\n            message.requeue()\n",
-                "again_in_seconds=self._backoff_seconds)\n            message.ack()\n",
-            ),
-        ),
-        ("tests/worker/test_outages.py::test_a_database_that_is_away_delays_commands_and_loses_none",),
-    ),
-    Mutant(
-        "the command's late acknowledgement",
         "a command's id is not remembered",
         "runtime/commands.py",
         (("            if done is not None:\n", "            if False:\n"),),

@@ -120,6 +120,7 @@ def test_a_signal_that_is_sent_while_its_wait_is_opened_finds_it(served, monkeyp
     d.work(d.queue.pop(0))
 
     rival.ended()
+    assert len(d.queue) == (2 if fanned else 1), "the one who waited goes on; another node run has not begun"
     if fanned:
         d.signal("go", 2)
     assert d.drain() == "done"
@@ -153,6 +154,7 @@ def test_a_wait_that_is_opened_while_its_signal_is_sent_finds_it(served, monkeyp
         d.signal("go", 1, worker=producer)
 
     rival.ended()
+    assert len(d.queue) == (2 if fanned else 1), "the one who waited goes on; another node run has not begun"
     if fanned:
         d.signal("go", 2)
     assert d.drain() == "done"

@@ -14,6 +14,7 @@ from __future__ import annotations
 import functools
 import os
 from base64 import urlsafe_b64encode
+from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any, NamedTuple
 
@@ -298,13 +299,17 @@ def _owner_params(owner: Owner, nonce: str) -> dict[str, Any]:
     return {"nonce": nonce, "worker": owner.worker, "child": owner.child}
 
 
-def _acquired(store: Store, statement: Statement, params: dict[str, Any]) -> list[Row]:
+def _surely(store: Store, thread_id: str, claim: Callable[[str], Claim | None]) -> Claim | None:
+    """Claim under a new nonce, and once more when the answer was lost with its connection.
+
+    Then the lease may have been acquired: it is given back first, since nobody else would know of it.
+    """
+    nonce = new_nonce()
     try:
-        return store.rows(statement, params)
+        return claim(nonce)
     except DatabaseUnavailable:
-        # The lease may have been acquired and the answer lost.
-        give_back(store, params["thread_id"], params["nonce"])
-        raise
+        give_back(store, thread_id, nonce)
+    return claim(new_nonce())
 
 
 def claim_thread(store: Store, thread_id: str, version: int, *, owner: Owner, carried: str) -> Claim | None:
@@ -313,11 +318,15 @@ def claim_thread(store: Store, thread_id: str, version: int, *, owner: Owner, ca
     Nothing to do: the thread is not ready, not due, at another version, paused, leased to somebody alive, or of a
     graph that `carried` (see `carried_key`) does not name.
     """
-    nonce = new_nonce()
-    params = {"thread_id": thread_id, "version": version, "carried": carried, **_owner_params(owner, nonce)}
+    params = {"thread_id": thread_id, "version": version, "carried": carried}
+    return _surely(store, thread_id, lambda nonce: _thread_claimed(store, params, owner, nonce))
+
+
+def _thread_claimed(store: Store, params: dict[str, Any], owner: Owner, nonce: str) -> Claim | None:
+    params = {**params, **_owner_params(owner, nonce)}
     count = len(_HEAD)
     if store.dialect == "postgresql":
-        rows = _acquired(store, _CLAIM_THREAD, params)
+        rows = store.rows(_CLAIM_THREAD, params)
         if not rows:
             return None
         head = ThreadHead(*rows[0][:count])
@@ -337,12 +346,15 @@ def claim_node(
     store: Store, thread_id: str, seq: int, run: str, version: int, *, owner: Owner, carried: str
 ) -> Claim | None:
     """Acquire the lease of one fanned-out node run and load what it needs; None when there is nothing to do."""
-    nonce = new_nonce()
     params = {"thread_id": thread_id, "seq": seq, "run": run, "version": version, "carried": carried}
-    params |= _owner_params(owner, nonce)
+    return _surely(store, thread_id, lambda nonce: _node_claimed(store, params, owner, nonce))
+
+
+def _node_claimed(store: Store, params: dict[str, Any], owner: Owner, nonce: str) -> Claim | None:
+    params = {**params, **_owner_params(owner, nonce)}
     nodes, attempts = len(NodeRow._fields), len(_ATTEMPT)
     if store.dialect == "postgresql":
-        rows = _acquired(store, _CLAIM_NODE, params)
+        rows = store.rows(_CLAIM_NODE, params)
         if not rows:
             return None
         head = ThreadHead(*rows[0][: len(_HEAD)])
@@ -354,12 +366,13 @@ def claim_node(
             if found is None:
                 return None
             values = found
-            head = ThreadHead(*transaction.rows(_READ_HEAD, {"thread_id": thread_id})[0])
+            head = ThreadHead(*transaction.rows(_READ_HEAD, {"thread_id": params["thread_id"]})[0])
             first = head.snapshot_seq if values[nodes - 1] is None else head.seq + 1
             checkpoints = checkpoint_range(transaction, head.id, head.branch, first, head.seq)
     node = NodeRow(*values[:nodes])
     attempt = Attempt(*values[nodes : nodes + attempts])
-    return Claim(Fence(thread_id, nonce, head.branch, seq, run), head, attempt, node, checkpoints)
+    fence = Fence(head.id, nonce, head.branch, params["seq"], params["run"])
+    return Claim(fence, head, attempt, node, checkpoints)
 
 
 # --- what the holder of a lease may do with it ---

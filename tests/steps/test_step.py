@@ -478,22 +478,23 @@ def test_a_lease_is_given_back_when_the_database_went_away(deploy, monkeypatch):
 
 
 @pytest.mark.parametrize("lost", ["request", "reply"])
-def test_a_claim_whose_answer_was_lost_leaves_no_lease(served, proxied_url, postgresql_proxy, lost):
-    d = served(chain("a", "b"))
+def test_a_claim_whose_answer_was_lost_is_made_again(served, proxied_url, postgresql_proxy, lost):
+    starts = Counter()
+    d = served(chain("a", "b", body=lambda name, _s, _c: starts.update([name])))
     far = d.worker_of(pid=2, url=proxied_url)
     d.start({"n": 1})
     far.store.rows(leases._READ_HEAD, {"thread_id": ""})
     getattr(postgresql_proxy, f"lose_{lost}")(far.owner.worker.encode())
 
-    nudge = d.queue.pop(0)
-    with pytest.raises(DatabaseUnavailable):
-        d.work(nudge, far)
+    d.work(d.queue.pop(0), far)
 
     assert postgresql_proxy.lost.is_set()
     assert d.thread.row.lease_worker is None
-    d.queue.append(nudge)
+    assert d.thread.row.deaths == 0
+    assert d.thread.seq == 1
     assert d.drain() == "done"
     assert d.values()["log"] == ["a", "b"]
+    assert starts == {"a": 1, "b": 1}
 
 
 @pytest.mark.parametrize("lost", ["request", "reply"])

@@ -30,7 +30,7 @@ from keepstep.errors import (
     WrongStatus,
 )
 from keepstep.ids import checked_name, new_id
-from keepstep.runtime import planner
+from keepstep.runtime import edits, planner
 from keepstep.runtime.codec import view
 from keepstep.runtime.compiled import CompiledGraph
 from keepstep.runtime.environment import Runtime
@@ -248,6 +248,8 @@ def _decide(runtime: Runtime, transaction: Transaction, message: DecideMessage) 
     _check_decidable(transaction, found, earlier, message)
     question = view(found.question)
     _check_verdict(found, question, message)
+    if message.arguments is not None:
+        edits.check(question["arguments"], message.arguments)
     _check_agreement(found, earlier, message)
     waits.record_decision(transaction, found.id, found.tenant, decision)
     status = _closes(found, earlier, message)

@@ -29,6 +29,8 @@ class Runtime:
     """Puts nudges into the queue, after the commit that they follow; must not raise."""
     end_process: Callable[[], None] | None = None
     """Ends this process when a node cannot be ended otherwise; None where the process is not ours to end."""
+    on_failure: Callable[[BaseException], None] | None = None
+    """Told every exception that ends an attempt, for a caller who wants the exception itself."""
     watchdog: Watchdog = field(default_factory=Watchdog)
     _codecs: dict[tuple[str, str], Codec] = field(default_factory=dict)
 

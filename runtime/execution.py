@@ -120,6 +120,8 @@ def _attempt(runtime: Runtime, node_run: NodeRun) -> Outcome:
     except StaleLease:
         raise
     except (Parked, NodeOverdue, asyncio.CancelledError, SystemExit, Exception) as error:  # noqa: BLE001  user code
+        if runtime.on_failure is not None:
+            runtime.on_failure(error)
         return _outcome_of(error, node_run, attempt, timeout)
     node_run.events[:] = attempt.events
     return Done(result)

@@ -81,9 +81,11 @@ class _Run:
             settings=settings.load(),
             owner=Owner("in-process", os.getpid()),
             publish=self._queue.extend,
+            on_failure=self._failed,
         )
         self._reader = Reader(store=store)
         self._decide = _decider(decisions)
+        self._cause: BaseException | None = None
 
     def to_end(self, given: object, signals: Signals, step_limit: int | None) -> Any:
         self._send("start", graph=self._compiled.name, thread=_THREAD, input=given, step_limit=step_limit)
@@ -97,9 +99,13 @@ class _Run:
                 case "done":
                     return self._state(thread)
                 case "failed" | "blocked" | "cancelled":
-                    raise _error_of(thread)
+                    raise _error_of(thread) from self._cause
                 case _:
                     self._go_on(thread)
+
+    def _failed(self, error: BaseException) -> None:
+        # A node that waits is left by a signal that is nobody's error.
+        self._cause = error if isinstance(error, Exception) else self._cause
 
     def _work(self) -> None:
         while self._queue:

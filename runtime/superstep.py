@@ -182,7 +182,10 @@ def _report(claim: Claim, run: str, outcome: Outcome) -> None:
     if isinstance(outcome, Failed | Blocked):
         error = outcome.error
         kind = "node_failed" if isinstance(outcome, Failed) else "node_blocked"
-        log.warning(kind, thread=claim.thread.name, run=run, error=error["type"], message=error["message"][:500])
+        where = {"where": error["where"]} if "where" in error else {}
+        log.warning(
+            kind, thread=claim.thread.name, run=run, error=error["type"], message=error["message"][:500], **where
+        )
 
 
 # --- several node runs ---

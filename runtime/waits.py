@@ -15,6 +15,7 @@ from dataclasses import dataclass
 from datetime import timedelta
 from typing import Any, NoReturn
 
+import jsonschema
 from pydantic import TypeAdapter, ValidationError
 
 from keepstep.errors import Diverged, InvalidInput, StateError
@@ -34,6 +35,7 @@ class Decision:
     """What people said to a question."""
 
     approved: bool
+    """Whether they approved, or answered what was asked; False: rejected, or expired."""
     verdict: str
     """`approve`, `reject`, `answer` or `expired`."""
     arguments: Any = None
@@ -93,9 +95,15 @@ class Question:
 
 def json_schema(schema: Any) -> Any:
     """Return the JSON schema that answers are checked against at the door; a type is turned into its own."""
-    if schema is None or isinstance(schema, Mapping):
-        return schema
-    return TypeAdapter(schema).json_schema()
+    if schema is None:
+        return None
+    found = schema if isinstance(schema, Mapping) else TypeAdapter(schema).json_schema()
+    try:
+        jsonschema.Draft202012Validator.check_schema(found)
+    except jsonschema.SchemaError as error:
+        message = f"ctx.ask: schema is no JSON schema: {error.json_path}: {error.message}"
+        raise InvalidInput(message) from None
+    return found
 
 
 class WaitBook:
@@ -132,7 +140,7 @@ class WaitBook:
         answer = self._codec.decode(state.answer)
         edited = answer.get("arguments")
         return Decision(
-            approved=answer["verdict"] == "approve",
+            approved=answer["verdict"] in {"approve", "answer"},
             verdict=answer["verdict"],
             arguments=question.arguments if edited is None else fitted(question.arguments, edited),
             # A question that was refused has no answer to be fitted.
@@ -214,8 +222,9 @@ def fitted(original: Any, edited: Any) -> Any:
         return edited
     try:
         return TypeAdapter(type(original)).validate_python(edited)
-    except (ValidationError, TypeError):
-        return edited
+    except ValidationError as error:
+        message = f"the edited arguments do not fit those that were asked about: {error.error_count()} problems"
+        raise StateError(message) from None
 
 
 def gathered(parked: Sequence[Parked]) -> NoReturn:

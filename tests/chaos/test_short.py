@@ -16,7 +16,7 @@ _ROOT = Path(__file__).parents[2]
 @pytest.mark.slow
 @pytest.mark.timeout(300)
 def test_nothing_is_lost_and_nothing_happens_twice():
-    size = ["--runs", "24", "--faults", "20", "--seconds", "60", "--seed", "7"]
+    size = ["--runs", "30", "--faults", "28", "--seconds", "60", "--seed", "7"]
     ran = subprocess.run(
         [sys.executable, "-m", "tests.chaos", *size], cwd=_ROOT, capture_output=True, text=True, check=False
     )

@@ -1,0 +1,76 @@
+"""What an approver may edit: the values of the arguments that were asked about, not their names and kinds."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from datetime import date, datetime, time, timedelta
+from decimal import Decimal
+from typing import Any
+from uuid import UUID
+
+from pydantic import TypeAdapter, ValidationError
+
+from keepstep.errors import StateError
+
+# How `codec.view` names values that JSON does not have, and what an edit of one must parse as.
+_TYPES: dict[str, type] = {
+    "date": date,
+    "datetime": datetime,
+    "decimal": Decimal,
+    "int": int,
+    "time": time,
+    "timedelta": timedelta,
+    "uuid": UUID,
+}
+
+
+def check(original: Any, edited: Any, path: str = "$.arguments") -> None:
+    """Refuse an edit that the node could not take for the arguments it asked about.
+
+    `original` is the arguments' plain view, `edited` came as JSON. Objects must keep their keys, and values their kind;
+    lists may change their length. Raises `StateError` naming the path.
+    """
+    if isinstance(original, Mapping) and "$" in original:
+        _check_tagged(str(original["$"]), edited, path)
+    elif isinstance(original, Mapping):
+        _check_keys(original, edited, path)
+    elif original is not None and _kind(original) != _kind(edited):
+        message = f"{path}: is {_kind(original)} and cannot be edited to {_kind(edited)}"
+        raise StateError(message)
+
+
+def _check_keys(original: Mapping[str, Any], edited: Any, path: str) -> None:
+    if not isinstance(edited, Mapping):
+        message = f"{path}: is an object and cannot be edited to {_kind(edited)}"
+        raise StateError(message)
+    for name in original.keys() - edited.keys():
+        message = f"{path}.{name}: missing; an edit gives all arguments ({', '.join(original)})"
+        raise StateError(message)
+    for name in edited.keys() - original.keys():
+        message = f"{path}.{name}: was not asked about (known: {', '.join(original)})"
+        raise StateError(message)
+    for name, value in edited.items():
+        check(original[name], value, f"{path}.{name}")
+
+
+def _check_tagged(tag: str, edited: Any, path: str) -> None:
+    expected = _TYPES.get(tag)
+    if expected is None:  # a class of the graph's: its node checks it
+        return
+    try:
+        TypeAdapter(expected).validate_python(edited)
+    except ValidationError:
+        message = f"{path}: must be readable as {tag}"
+        raise StateError(message) from None
+
+
+def _kind(value: Any) -> str:
+    if value is None:
+        return "null"
+    if isinstance(value, bool):
+        return "true or false"
+    if isinstance(value, int | float):
+        return "a number"
+    if isinstance(value, str):
+        return "a text"
+    return "a list" if isinstance(value, list) else "an object"

@@ -29,8 +29,11 @@ if TYPE_CHECKING:
 _VERSION = 1
 _COLLECT_EVERY = 100
 _DECLARE_SECONDS = 60.0
-_RESEND_SECONDS_MIN = 0.5
-_RESEND_SECONDS_MAX = 5.0
+# A message that nobody takes is not lost, it waits: sending it again is for those that were.
+_RESEND_SECONDS_MIN = 2.0
+_RESEND_SECONDS_MAX = 10.0
+_WORTH_SECONDS = 0.25
+"""Less time than this is too little for another try."""
 
 
 @dataclass(frozen=True)
@@ -306,7 +309,7 @@ class Client:
             try:
                 receipt.accepted(min(pause, left) if left > pause else max(left, 0))
             except errors.NotConfirmed:
-                if time.monotonic() + _RESEND_SECONDS_MIN / 2 >= deadline:
+                if time.monotonic() + _WORTH_SECONDS >= deadline:
                     message = (
                         f"no worker has confirmed command {receipt.id} within {self._timeout:g} s: "
                         "it may still be accepted later, and may be sent again with the same id"

@@ -279,7 +279,9 @@ def _check_decidable(
 def _check_verdict(found: ApprovalState, question: Any, message: DecideMessage) -> None:
     allowed = ("answer", "reject") if found.kind == "ask" else ("approve", "reject")
     if message.verdict not in allowed:
-        text = f"approval {found.id!r} is a {found.kind} question: $.verdict must be one of {', '.join(allowed)}"
+        first = f"answer {found.id} VALUE" if found.kind == "ask" else f"approve {found.id}"
+        wants = "an answer, not for an approval" if found.kind == "ask" else "approval, not for an answer"
+        text = f"this asks for {wants}: keepstep {first}, or keepstep reject {found.id}"
         raise InvalidInput(text)
     if message.arguments is not None and message.verdict != "approve":
         text = "$.arguments: only an approval can edit the arguments"

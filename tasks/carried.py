@@ -4,7 +4,10 @@ from __future__ import annotations
 
 import importlib
 import importlib.util
+import linecache
 import sys
+import sysconfig
+import traceback
 from collections.abc import Iterable
 from pathlib import Path
 from types import ModuleType
@@ -17,19 +20,32 @@ Key = tuple[str, str]
 """A graph's name and version."""
 
 
+_FRAMES_MAX = 10
+_LIBRARIES = tuple(
+    str(Path(sysconfig.get_path(kind)).resolve()) for kind in ("stdlib", "platstdlib", "purelib", "platlib")
+)
+
+
+class CannotImport(GraphError):
+    """A module or file with graphs cannot be imported."""
+
+    frames: tuple[str, ...] = ()
+    """Where in the user's own code, outermost first: `agent.py:3 in <module>: import nosuch`."""
+
+
 def load(sources: Iterable[str]) -> dict[Key, CompiledGraph]:
     """Import modules (`package.module`) and files (`agent.py`); return their graphs, compiled.
 
     Raises `GraphError` for a source that cannot be imported or holds no graph, for two graphs of one name and version,
-    and for graphs that do not hold together: all of those in one message. An error inside a source's own code is
-    raised as it is.
+    and for graphs that do not hold together: all of those in one message; `CannotImport` for an error inside a source's
+    own code.
     """
     here = str(Path.cwd())
     if here not in sys.path:
         sys.path.insert(0, here)
     found: dict[Key, tuple[Graph, str]] = {}
     for source in dict.fromkeys(sources):
-        graphs = [value for value in vars(_imported(source)).values() if isinstance(value, Graph)]
+        graphs = [value for value in vars(_import(source)).values() if isinstance(value, Graph)]
         if not graphs:
             message = f"{source}: there is no Graph at module level"
             raise GraphError(message)
@@ -55,6 +71,35 @@ def _compiled(found: dict[Key, tuple[Graph, str]]) -> dict[Key, CompiledGraph]:
     if problems:
         raise GraphError("; ".join(problems))
     return compiled
+
+
+def _import(source: str) -> ModuleType:
+    try:
+        return _imported(source)
+    except GraphError:
+        raise
+    except (Exception, SystemExit) as error:
+        text = " ".join(str(error).split()) or "no message"
+        message = f"{source} cannot be imported: {type(error).__name__}: {text}"
+        refused = CannotImport(message)
+        refused.frames = tuple(_users_frames(error))
+        raise refused from error
+
+
+def _users_frames(error: BaseException) -> list[str]:
+    """Return where in the user's code an import failed; in libraries only if it is nowhere else."""
+    mine: list[str] = []
+    libraries: list[str] = []
+    for frame, line in traceback.walk_tb(error.__traceback__):
+        module = frame.f_globals.get("__name__", "")
+        file = frame.f_code.co_filename
+        if file.startswith("<") or module.partition(".")[0] in {"keepstep", "importlib"}:
+            continue
+        path = Path(file)
+        shown = path.relative_to(Path.cwd()) if path.is_relative_to(Path.cwd()) else path
+        where = f"{shown}:{line} in {frame.f_code.co_name}: {linecache.getline(file, line).strip()}"
+        (libraries if str(path.resolve()).startswith(_LIBRARIES) else mine).append(where)
+    return (mine or libraries)[-_FRAMES_MAX:]
 
 
 def _imported(source: str) -> ModuleType:

@@ -19,7 +19,7 @@ from celery.concurrency.prefork import TaskPool as PreforkPool
 from celery.concurrency.solo import TaskPool as SoloPool
 from celery.concurrency.thread import TaskPool as ThreadPool
 
-from keepstep import broker
+from keepstep import broker, places
 from keepstep import settings as settings_module
 from keepstep.errors import DatabaseUnavailable, InvalidSettings, KeepstepError
 from keepstep.runtime.compiled import CompiledGraph
@@ -36,7 +36,7 @@ from keepstep.tasks.liveness import Liveness
 from keepstep.tasks.publish import Publisher
 from keepstep.tasks.registration import Registration
 from keepstep.tasks.service import Service, stop
-from keepstep.tasks.supervise import EXIT_REFUSED, Supervisor, python
+from keepstep.tasks.supervise import EXIT_REFUSED, Refusal, Supervisor, python, refused
 from keepstep.tasks.sweeper import Sweeper
 
 log = structlog.get_logger("keepstep.worker")
@@ -64,6 +64,7 @@ class KeepstepStep(bootsteps.StartStopStep):
     def _create(self, parent: Any) -> None:
         settings = settings_module.load()
         self._check_pool(parent)
+        places.check(settings)
         graphs = carried.load(settings.graphs)
         self._store = _prepared(settings)
         self._registration = Registration(settings, self._store, graphs, parent.concurrency)
@@ -170,25 +171,40 @@ def _prepared(settings: Settings) -> Store:
 
 
 def _refuse(error: KeepstepError) -> NoReturn:
-    log.error("worker_refused", code=error.code, reason=error.message)
+    frames = error.frames if isinstance(error, carried.CannotImport) else ()
+    told = refused(Refusal(error.code, error.message, frames))
+    # The supervisor's caller has the last word, and the frames are many lines.
+    more = {"frames": frames} if frames and not told else {}
+    log.error("worker_refused", code=error.code, reason=error.message, **more)
     raise SystemExit(EXIT_REFUSED)
 
 
 # --- starting one -----------------------------------------------------------------------------------------------------
 
 
-def main(settings: Settings, *, concurrency: int | None = None, pool: str = "prefork", loglevel: str = "INFO") -> int:
-    """Run a supervised worker until a signal stops it; return 0, or 1 when it could not work as configured.
+def main(
+    settings: Settings,
+    *,
+    concurrency: int | None = None,
+    pool: str = "prefork",
+    loglevel: str = "INFO",
+    on_refusal: Callable[[Refusal], None] | None = None,
+) -> int:
+    """Run a supervised worker until a signal stops it; return 0, 130 after Ctrl+C, or `EXIT_REFUSED`.
 
-    `concurrency` None: one child per processor. SIGTERM and SIGINT let running tasks finish; a second one does not.
+    It refuses when it cannot work as configured, and `on_refusal` is told why. `concurrency` None: one child per
+    processor. SIGTERM and SIGINT let running tasks finish; a second one does not.
     """
     logs.configure(_level(loglevel))
     arguments = ["--pool", pool, "--loglevel", loglevel.upper()]
     if concurrency is not None:
         arguments += ["--concurrency", str(concurrency)]
     command = python("keepstep.tasks", str(os.getpid()), *arguments)
-    code = Supervisor(command, {**os.environ, **environment(settings)}).run()
-    return 1 if code == EXIT_REFUSED else code
+    supervisor = Supervisor(command, {**os.environ, **environment(settings)})
+    code = supervisor.run()
+    if supervisor.refusal is not None and on_refusal is not None:
+        on_refusal(supervisor.refusal)
+    return code
 
 
 def environment(settings: Settings) -> dict[str, str]:

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterator
+from contextlib import contextmanager
 from enum import StrEnum
 from typing import TYPE_CHECKING, Annotated, Any
 
@@ -11,14 +13,20 @@ from keepstep.cli import values
 from keepstep.cli.command import command
 from keepstep.cli.control import GraphName, read_value, report
 from keepstep.cli.session import Session
+from keepstep.errors import Ambiguous, NotFound
 
 if TYPE_CHECKING:
     from keepstep.cli.output import Output
-    from keepstep.runtime.reader import Approval
+    from keepstep.client import Client
+    from keepstep.runtime.reader import Approval, Reader
 
 PANEL = "Decide"
+_ID_LENGTH = 26
+_LOOKED_AT_MAX = 10_000
 
-_Id = Annotated[str, typer.Argument(metavar="ID", help="The approval's id, as `keepstep approvals` shows it.")]
+_Id = Annotated[
+    str, typer.Argument(metavar="ID", help="The approval's id, as `keepstep approvals` shows it, or how it begins.")
+]
 _By = Annotated[
     str | None, typer.Option("--by", metavar="NAME", help="Who decides; without it the user of this machine.")
 ]
@@ -91,6 +99,36 @@ def _print(session: Session, found: Approval, decisions: list[dict[str, Any]]) -
     output.facts({f"  {name}": value for name, value in facts.items()})
 
 
+@contextmanager
+def _deciding(session: Session) -> Iterator[Client]:
+    try:
+        with session.client() as client:
+            yield client
+    except NotFound as error:
+        message = f"{error.message}: {session.hint('approvals')} lists those that are open"
+        raise NotFound(message) from None
+
+
+def _whole(session: Session, written: str) -> str:
+    """Return the one id that begins as it was written; what was written when the database cannot be asked."""
+    if len(written) >= _ID_LENGTH or not written:
+        return written
+
+    def look(reader: Reader) -> list[str]:
+        for status in ("open", None):
+            ids = [each.id for each in reader.approvals(status=status, limit=_LOOKED_AT_MAX)]
+            found = [each for each in ids if each.startswith(written.lower())]
+            if found:
+                return found
+        return []
+
+    found = session.glance(look) or [written]
+    if len(found) > 1:
+        message = f"several approvals begin with {written!r}: {', '.join(found[:5])}"
+        raise Ambiguous(message)
+    return found[0]
+
+
 def _decided(decision: dict[str, Any]) -> str:
     comment = f" ({decision['comment']})" if decision.get("comment") else ""
     return f"{decision['verdict']} by {decision['by']}{comment}"
@@ -127,7 +165,8 @@ def approve(
         text = values.from_file("-", "--arguments") if arguments == "-" else arguments
         edited = values.an_object(text, "--arguments")
     who = by or values.this_user()
-    with session.client() as client:
+    approval = _whole(session, approval)
+    with _deciding(session) as client:
         receipt = client.approve(approval, by=who, arguments=edited, comment=comment)
         edits = "" if edited is None else ", with edited arguments"
         report(session, receipt, f"approved {approval} as {who}{edits}", by=who)
@@ -142,7 +181,8 @@ def approve(
 def reject(session: Session, *, approval: _Id, comment: _Comment = None, by: _By = None) -> None:
     """Reject what was asked. One rejection decides, whatever the quorum."""
     who = by or values.this_user()
-    with session.client() as client:
+    approval = _whole(session, approval)
+    with _deciding(session) as client:
         report(session, client.reject(approval, by=who, comment=comment), f"rejected {approval} as {who}", by=who)
 
 
@@ -170,7 +210,8 @@ def answer(
 
     said = read_value(value, "VALUE", text=text)
     who = by or values.this_user()
-    with session.client() as client:
+    approval = _whole(session, approval)
+    with _deciding(session) as client:
         receipt = client.answer(approval, said, by=who, comment=comment)
         kind = "text" if isinstance(said, str) else "JSON"
         report(session, receipt, f"answered {approval} as {who} with the {kind} {short(said)}", by=who, answer=said)

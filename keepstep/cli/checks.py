@@ -12,7 +12,7 @@ from typing import TYPE_CHECKING, Any, NamedTuple
 import kombu
 from sqlalchemy import text
 
-from keepstep import __version__, broker
+from keepstep import __version__, broker, places
 from keepstep.cli.session import Session
 from keepstep.errors import DatabaseUnavailable, KeepstepError
 from keepstep.settings import Settings
@@ -43,8 +43,12 @@ def examine(session: Session) -> list[Finding]:
         settings = session.settings
     except KeepstepError as error:
         return [Finding("problem", "settings", error.message, "correct the setting; nothing else can be checked")]
-    findings += _settings(settings)
+    findings += _settings(session, settings)
     found, commands_waiting = _broker(settings)
+    unwritable = places.database_problem(settings.database)
+    if unwritable is not None:
+        what, _, way_out = unwritable.partition(". ")
+        return [*findings, Finding("problem", "database", what, way_out), *found]
     missing = session.missing_file()
     if missing is not None:  # opening the store would make its folder
         text = f"there is no database yet at {missing}"
@@ -59,9 +63,11 @@ def examine(session: Session) -> list[Finding]:
     return findings
 
 
-def _settings(settings: Settings) -> Iterator[Finding]:
+def _settings(session: Session, settings: Settings) -> Iterator[Finding]:
+    options = {"--database": session.database, "--broker": session.broker, "--tenant": session.tenant}
+    sources = [name for name, value in options.items() if value is not None]
     given = [f"KEEPSTEP_{name.upper()}" for name in type(settings).model_fields]
-    sources = [name for name in given if name in os.environ]
+    sources += [name for name in given if name in os.environ]
     if Path("keepstep.toml").is_file():
         sources.append("keepstep.toml")
     where = f"from {', '.join(sources)}" if sources else "all by default"
@@ -156,12 +162,12 @@ def _broker(settings: Settings) -> tuple[list[Finding], int]:
     url = settings.broker
     shown = broker.redacted(url)
     if url.startswith("file://"):
-        folder = Path(url.removeprefix("file://"))
-        if not folder.exists():
+        unwritable = places.broker_problem(url)
+        if unwritable is not None:
+            what, _, way_out = unwritable.partition(". ")
+            return [Finding("problem", "broker", f"{shown}: {what}", way_out)], 0
+        if not Path(url.removeprefix("file://")).exists():
             return [Finding("ok", "broker", f"{shown}: no folder yet; the first worker or client makes it")], 0
-        if not os.access(folder, os.W_OK | os.X_OK):
-            way_out = "let this user write there, or choose another KEEPSTEP_BROKER"
-            return [Finding("problem", "broker", f"{shown}: the folder cannot be written to", way_out)], 0
     begun = time.monotonic()
     try:
         connection = broker.connection(url, commands=True, queue=settings.queue, timeout_seconds=_BROKER_SECONDS)
@@ -273,7 +279,8 @@ def _threads(session: Session, settings: Settings, store: Store) -> Iterator[Fin
     summary = ", ".join(f"{count} {status}" for status, count in by_status.items()) or "none yet"
     yield Finding("ok", "threads", f"{summary} (tenant {settings.tenant})")
     if by_status.get("blocked"):
-        way_out = f"{session.hint('threads --status blocked')}, then retry them"
+        look = f"{session.hint('threads --status blocked')}; {session.hint('show THREAD')}"
+        way_out = f"{look} says the way out of each"
         yield Finding("warning", "threads", f"{by_status['blocked']} blocked: each needs an operator", way_out)
     carried = {key for each in workers.live(store) for key in _carried(each)}
     for status, graph, version, count, overdue in rows:

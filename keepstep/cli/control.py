@@ -3,13 +3,17 @@
 from __future__ import annotations
 
 from collections.abc import Callable
-from typing import Annotated, Any
+from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 
 from keepstep.cli import values
 from keepstep.cli.command import command
 from keepstep.cli.session import Session
+from keepstep.errors import WrongStatus
+
+if TYPE_CHECKING:
+    from keepstep.runtime.reader import Thread
 
 PANEL = "Steer threads"
 
@@ -117,8 +121,18 @@ def retry(
     by: By = None,
 ) -> None:
     """Let a failed or blocked thread go on where it stopped. Steps that are committed do not run again."""
+    if step_limit is None and session.glance(lambda reader: _at_its_limit(reader.get(thread, graph=graph))):
+        message = (
+            f"{thread} stopped at its step limit and would again: {session.hint(f'retry {thread} --step-limit N')} "
+            "(N counts the steps that it has taken)"
+        )
+        raise WrongStatus(message)
     options = {"graph": graph, "reason": reason, "by": by, "step_limit": step_limit}
     _control(session, lambda client: client.retry, thread, "due again", **options)
+
+
+def _at_its_limit(found: Thread) -> bool:
+    return found.status == "failed" and (found.error or {}).get("code") == "step_limit"
 
 
 def _control(

@@ -206,8 +206,12 @@ def local(at: float | datetime | None) -> str | None:
     if at is None:
         return None
     seconds = at.timestamp() if isinstance(at, datetime) else at
-    moment = datetime.fromtimestamp(seconds, UTC).astimezone()
-    return f"{moment:%Y-%m-%d %H:%M:%S} ({relative(seconds)})"
+    return f"{clock(seconds)} ({relative(seconds)})"
+
+
+def clock(at: float) -> str:
+    """Return a time as people read it in this machine's zone, which stays the same however often it is said."""
+    return f"{datetime.fromtimestamp(at, UTC).astimezone():%Y-%m-%d %H:%M:%S}"
 
 
 def relative(at: float) -> str:

@@ -141,7 +141,7 @@ class Follower:
     def _waits(self, approvals: list[Approval]) -> list[str]:
         questions = {each.id for each in approvals}
         return [
-            f"{each.run} waits for {waited_for(each, None)}"
+            f"{each.run} waits for {waited_for(each, None, absolute=True)}"
             for each in self.reader.waits(self.thread_id)
             if each.status == "open" and each.approval_id not in questions
         ]
@@ -255,7 +255,9 @@ class Lines(Silent):
         steps = f"{ending.steps} step{'' if ending.steps == 1 else 's'}"
         label = ending.status if ending.ended else "going on"
         text = f"after {steps} and {duration(seconds)}" + ("" if ending.ended else f" it is {ending.status}")
-        if ending.error:
+        if ending.error and ending.error.get("code") == "cancelled":
+            text += f": {records.said(ending.error)}"
+        elif ending.error:
             where = f"{ending.error.get('run') or ending.error['node']}: " if ending.error.get("node") else ""
             text += f": {where}{ending.error.get('message')} [{ending.error.get('code')}]"
         self._line(label, text)

@@ -178,6 +178,15 @@ def error_of(text: str | None) -> Any:
         return {"code": "error", "message": text}
 
 
+def said(error: Any) -> str:
+    """Return an error in words: `code: message`, and of a cancelled run who wanted it."""
+    if error.get("code") != "cancelled":
+        return f"{error.get('code')}: {error.get('message')}"
+    by = f" by {error['by']}" if error.get("by") else ""
+    reason = f": {error['message']}" if error.get("message") not in (None, "cancelled") else ""
+    return f"cancelled{by}{reason}"
+
+
 def counted(names: Iterable[str]) -> str:
     """Return node runs in short: `plan, audit x40`."""
     counts = Counter(name.partition("#")[0] for name in names)

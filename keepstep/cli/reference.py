@@ -26,7 +26,13 @@ from `KEEPSTEP_DATABASE`, `KEEPSTEP_BROKER`, `KEEPSTEP_TENANT` and the like in t
 **Commands that send** (`start`, `approve`, `reject`, `answer`, `signal`, `pause`, `resume`, `cancel`, `retry`) need the
 broker only. They return when a worker has accepted the message, which means that its row is committed; after
 `--confirm-timeout` seconds ({CONFIRM_SECONDS:g} unless given) they fail with `not_confirmed`, and the message stays in
-the queue. `--no-confirm` returns as soon as the broker has it. **Commands that look** need the database only.
+the queue. `--no-confirm` returns as soon as the broker has it. Where the database can be reached, too, they say more:
+`approve`, `reject` and `answer` take the beginning of an id, `start` says when its run has to wait for another, `retry`
+refuses what would stop at the same step limit. **Commands that look** need the database only.
+
+**Values of `start`** (`key=value`) are sent as they are written, and the graph's state makes numbers, dates and true or
+false of them: `amount=12.50` is the decimal 12.50, `zip=0081` a text where the state has a text. A value that begins
+with `[`, `{{` or `"`, or is `null`, is JSON; `--input` and `--input-file` are JSON throughout.
 
 **Output** is for people unless `--json` is given: then standard output is one JSON document and nothing else. Times in
 it are ISO 8601 in UTC. What JSON cannot carry exactly is tagged, so that nothing is rounded:
@@ -44,7 +50,7 @@ names no such command or option. No password of a URL is ever printed.
 | 0 | done |
 | 1 | the thing failed: something cannot be reached, no worker confirmed, the run that was waited for is not done |
 | 2 | the call was wrong: no such thing, input that does not fit, a conflict; nothing was changed |
-| 130 | Ctrl+C |
+| 130 | Ctrl+C; a worker has let its running steps finish (SIGTERM does the same, with 0) |
 | 141 | whoever read the output went away |
 """
 

@@ -3,21 +3,24 @@
 from __future__ import annotations
 
 import shlex
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass, replace
 from functools import cached_property
-from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, TypeVar
 
-from keepstep.errors import DatabaseUnavailable, KeepstepError, NotConfirmed
+from keepstep.errors import DatabaseUnavailable, InvalidInput, InvalidSettings, KeepstepError, NotConfirmed
 
 if TYPE_CHECKING:
+    from pathlib import Path
+
     from keepstep.cli.output import Output
     from keepstep.client import Client, Receipt, Reply
     from keepstep.runtime.reader import Reader
     from keepstep.settings import Settings
     from keepstep.store.engine import Store
+
+T = TypeVar("T")
 
 
 class OutputClosed(Exception):
@@ -67,8 +70,12 @@ class Session:
     @contextmanager
     def client(self) -> Iterator[Client]:
         """Give a client for the deployment's broker."""
+        from keepstep import places
         from keepstep.client import Client
 
+        problem = places.broker_problem(self.settings.broker)
+        if problem is not None:
+            raise InvalidSettings(problem)
         with Client(settings=self.settings, confirm=self.confirm, timeout=self.confirm_seconds) as client:
             try:
                 yield client
@@ -109,20 +116,38 @@ class Session:
         with self.store() as store:
             try:
                 yield Reader(settings=self.settings, store=store)
-            except (KeepstepError, OutputClosed, OSError, KeyboardInterrupt):
+            except (InvalidInput, OutputClosed, OSError, KeyboardInterrupt):
                 raise
-            except Exception:
-                # Tables or columns that are not there: the schema's version says it better than the driver.
+            except Exception as error:
+                # A file that may not be written, or tables and columns that are not there: say so rather than what
+                # the driver made of it.
+                from keepstep import places
                 from keepstep.store import migrate
 
-                migrate.check(store)
+                problem = places.database_problem(self.settings.database)
+                if problem is not None:
+                    raise InvalidSettings(problem) from error
+                if not isinstance(error, KeepstepError):
+                    migrate.check(store)
                 raise
+
+    def glance(self, look: Callable[[Reader], T]) -> T | None:
+        """Return what a look at the database says; None when it cannot be asked: commands that send can do without."""
+        try:
+            if self.missing_file() is not None:
+                return None
+            with self.reader() as reader:
+                return look(reader)
+        except Exception:  # noqa: BLE001  whatever is wrong there is no error of what was asked for
+            return None
 
     def missing_file(self) -> Path | None:
         """Return the SQLite file that the settings name when it is not there: looking must not make it."""
-        scheme, _, rest = self.settings.database.partition("://")
-        name = rest.removeprefix("/").partition("?")[0]
-        if not scheme.startswith("sqlite") or name in {"", ":memory:"}:
-            return None
-        path = Path(name)
-        return None if path.exists() else path
+        from keepstep import places
+
+        path = places.sqlite_file(self.settings.database)
+        try:
+            return None if path is None or path.exists() else path
+        except OSError as error:
+            message = f"{path} cannot be looked at: {error.strerror}. Let this user read it, or set KEEPSTEP_DATABASE"
+            raise InvalidSettings(message) from None

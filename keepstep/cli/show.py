@@ -9,6 +9,7 @@ from keepstep.cli.command import command
 from keepstep.cli.control import GraphName, ThreadName
 from keepstep.cli.session import Session
 from keepstep.cli.threads import PANEL
+from keepstep.cli.waysout import way_out
 
 if TYPE_CHECKING:
     from rich.text import Text
@@ -75,7 +76,7 @@ def _facts(session: Session, found: Thread) -> dict[str, str | Text | None]:
         "id": found.id,
         "status": status,
         "error": _error(found),
-        "way out": way_out(session, found),
+        "way out": way_out(session, found.name, found.status, found.error),
         "steps": f"{found.steps}" + (f" of {row.step_limit}" if row.step_limit else ""),
         "checkpoint": None if found.checkpoint is None else f"{found.checkpoint} (seq {found.seq})",
         "due": local(row.due_at) if found.status == "ready" and not found.running_on else None,
@@ -85,17 +86,13 @@ def _facts(session: Session, found: Thread) -> dict[str, str | Text | None]:
     }
 
 
-def way_out(session: Session, found: Thread) -> str | None:
-    """Return the command that lets a thread that has stopped go on."""
-    if found.status not in {"failed", "blocked"}:
-        return None
-    limit = " --step-limit N" if (found.error or {}).get("code") == "step_limit" else ""
-    return session.hint(f"retry {found.name}{limit}")
-
-
 def _error(found: Thread) -> str | None:
+    from keepstep.cli.records import said
+
     if found.error is None:
         return None
+    if found.error.get("code") == "cancelled":
+        return said(found.error)
     where = f" in {found.error.get('run') or found.error['node']}" if found.error.get("node") else ""
     return f"{found.error.get('code')}{where}: {found.error.get('message')}"
 
@@ -167,16 +164,17 @@ def _print_waits(session: Session, reader: Reader, found: Thread) -> None:
         session.output.line(f"decide: {session.hint(f'approvals --thread {found.name}')}")
 
 
-def waited_for(wait: Any, question: str | None) -> str:
-    """Return what a wait waits for, in words."""
-    from keepstep.cli.output import relative, short
+def waited_for(wait: Any, question: str | None, *, absolute: bool = False) -> str:
+    """Return what a wait waits for, in words; `absolute`: those that do not change while time passes."""
+    from keepstep.cli.output import clock, relative, short
 
-    until = "" if wait.due_at is None else f", {relative(wait.due_at)} at the latest"
+    when = clock if absolute else relative
+    until = "" if wait.due_at is None else f", {when(wait.due_at)} at the latest"
     if wait.kind == "approval":
         return f"approval {wait.approval_id}: {short(question or '', 80)}{until}"
     if wait.kind == "signal":
         return f"signal {wait.signal_name}{until}"
-    return "time: " + ("" if wait.due_at is None else relative(wait.due_at))
+    return "time: " + ("" if wait.due_at is None else f"until {clock(wait.due_at)}" if absolute else when(wait.due_at))
 
 
 def _print_effects(session: Session, reader: Reader, found: Thread) -> None:

@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-import re
-from functools import partial
 from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
@@ -12,12 +10,13 @@ from keepstep.cli import values
 from keepstep.cli.command import Database, command
 from keepstep.cli.control import report
 from keepstep.cli.session import Session
-from keepstep.errors import InvalidInput, StateError
+from keepstep.cli.waysout import way_out
+from keepstep.errors import InvalidInput
 
 if TYPE_CHECKING:
     from keepstep.cli.progress import Ending
-
-_TEXT_WANTED = re.compile(r"\$\.([^:;]+): Input should be a valid string")
+    from keepstep.client import Reply
+    from keepstep.runtime.reader import Reader
 
 
 @command(
@@ -37,7 +36,8 @@ def start(
         list[str] | None,
         typer.Argument(
             metavar="KEY=VALUE",
-            help="The run's input. A VALUE is JSON, or a text when it is none or the state has a text there. "
+            help="The run's input. A VALUE is sent as it is written, and the graph's state makes a number, a date or "
+            "true of it; one that begins with [, { or a double quote, or is null, is JSON. "
             "One JSON object is the whole input.",
         ),
     ] = None,
@@ -75,21 +75,17 @@ def start(
     if wait:
         _ = session.refined(database=database).settings  # a setting that is wrong is found before anything was sent
     with session.client() as client:
-        send = partial(
-            client.start,
+        receipt = client.start(
             graph,
             thread,
+            value,
             request_id=request_id,
             if_running="reject" if reject_if_running else "queue",
             step_limit=step_limit,
         )
-        try:
-            receipt = send(value)
-        except StateError as error:
-            receipt = send(value | _wanted_as_text(error, pairs or []))
         reply = session.reply(receipt)
         if not wait or reply is None:
-            run = "" if reply is None else f" as run {reply.run_id}"
+            run = "" if reply is None else f" as run {reply.run_id}{_queued(session, reply)}"
             report(session, receipt, f"{graph}/{thread} accepted{run}")
             return
     _follow(session.refined(database=database), graph, thread, reply, timeout)
@@ -117,16 +113,17 @@ def _input(pairs: list[str], given: str | None, input_file: str | None) -> dict[
     return values.from_pairs(pairs)
 
 
-def _wanted_as_text(error: StateError, pairs: list[str]) -> dict[str, str]:
-    """Return the values that were read as JSON where the state has texts; raise `error` if that is not what is wrong.
+def _queued(session: Session, reply: Reply) -> str:
+    """Say that a run has to wait for another one, when the database can be asked."""
+    if session.as_json or reply.duplicate:
+        return ""
 
-    Only the graph knows whether `zip=8001` is a number, and a refused start has changed nothing.
-    """
-    wanted = set(_TEXT_WANTED.findall(error.message))
-    texts = {key: value for key, _, value in (pair.partition("=") for pair in pairs) if key in wanted}
-    if not texts or error.message.count("$.") > len(texts):
-        raise error
-    return texts
+    def look(reader: Reader) -> bool:
+        under_way = reader.get(str(reply.thread_id)).run
+        ended = {each.id: each.ended_at is not None for each in reader.runs(str(reply.thread_id))}
+        return under_way != reply.run_id and ended.get(under_way or "") is False and not ended.get(reply.run_id or "")
+
+    return ", queued behind the one that is under way" if session.glance(look) else ""
 
 
 def _follow(session: Session, graph: str, thread: str, reply: Any, timeout: float | None) -> None:
@@ -163,14 +160,9 @@ def _follow(session: Session, graph: str, thread: str, reply: Any, timeout: floa
 
 def _explain(session: Session, thread: str, ending: Ending) -> None:
     """Say on standard error what can be done about a run that is not done."""
-    code = ending.error.get("code") if ending.error else None
-    again = f"{session.hint(f'retry {thread}')}" + (" --step-limit N" if code == "step_limit" else "")
-    way_out = {
-        "failed": again if code == "step_limit" else f"once its cause is mended: {again}",
-        "blocked": f"look at it ({session.hint(f'show {thread}')}), then: {again}",
-        "cancelled": "",
-    }
-    text = way_out.get(ending.status, f"it goes on; look again: {session.hint(f'show {thread}')}")
+    text = way_out(session, thread, ending.status, ending.error)
+    if text is None and ending.status != "cancelled":
+        text = f"it goes on; look again: {session.hint(f'show {thread}')}"
     if text:
         _say(text)
 

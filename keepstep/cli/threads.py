@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections import Counter
+from collections.abc import Sequence
 from datetime import datetime
 from enum import StrEnum
 from typing import TYPE_CHECKING, Annotated
@@ -14,10 +15,12 @@ from keepstep.cli.control import GraphName, ThreadName
 from keepstep.cli.session import Session
 
 if TYPE_CHECKING:
-    from keepstep.runtime.reader import Thread
+    from keepstep.runtime.reader import Reader, Thread
 
 PANEL = "Look"
 _ASKING_MAX = 10_000
+_WAITS_MAX = 200
+_WAITS_SHOWN_MAX = 3
 
 
 class Status(StrEnum):
@@ -52,8 +55,10 @@ def threads(
         found = reader.threads(
             graph=graph, status=None if status is None else status.value, limit=limit + 1, before=before
         )
+        page, more = found[:limit], len(found) > limit
         asking = [] if session.as_json else reader.approvals(limit=_ASKING_MAX)
-    page, more = found[:limit], len(found) > limit
+        waiting = [] if session.as_json else [each.id for each in page if each.status == "waiting"]
+        waits = {thread_id: _waits(reader, thread_id) for thread_id in waiting[:_WAITS_MAX]}
     asked = Counter(each.thread_id for each in asking)
     if session.as_json:
         session.output.document(
@@ -72,7 +77,7 @@ def threads(
                 status_text(each.status),
                 str(each.steps),
                 relative(each.row.updated_at),
-                note(each, asked[each.id]),
+                note(each, asked[each.id], waits.get(each.id, ())),
             )
             for each in page
         ],
@@ -81,15 +86,26 @@ def threads(
         session.output.line(f"more: {session.hint(f'threads --before {page[-1].id}')}")
 
 
-def note(found: Thread, asked: int = 0) -> str:
+def _waits(reader: Reader, thread_id: str) -> list[str]:
+    """Return what a thread waits for besides people."""
+    from keepstep.cli.show import waited_for
+
+    found = [each for each in reader.waits(thread_id) if each.status == "open" and each.kind != "approval"]
+    told = list(dict.fromkeys(waited_for(each, None, absolute=True).removeprefix("time: ") for each in found))
+    more = len(told) - _WAITS_SHOWN_MAX
+    return [*told[:_WAITS_SHOWN_MAX], *([f"{more} more"] if more > 0 else [])]
+
+
+def note(found: Thread, asked: int = 0, waits: Sequence[str] = ()) -> str:
     """Return what else there is to say of a thread, in a few words."""
     from keepstep.cli.output import short
+    from keepstep.cli.records import said
 
     parts = []
     if found.paused:
         parts.append("paused")
     if found.error is not None:
-        parts.append(short(f"{found.error.get('code')}: {found.error.get('message')}", 80))
+        parts.append(short(said(found.error), 80))
     elif found.row.fanned and found.status == "waiting":
         done = found.row.fanned - found.row.pending
         parts.append(f"{done} of {found.row.fanned} node runs ended")
@@ -97,6 +113,7 @@ def note(found: Thread, asked: int = 0) -> str:
         parts.append("running")
     if asked:
         parts.append(f"waits for {asked} decision{'' if asked == 1 else 's'}")
+    parts += [f"waits {'' if each.startswith('until ') else 'for '}{each}" for each in waits]
     if found.row.queued and found.steps:
         parts.append(f"{found.row.queued} more runs queued")
     return ", ".join(parts)

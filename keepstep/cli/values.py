@@ -61,6 +61,14 @@ def from_text(text: str, what: str) -> Any:
     return from_json(text, what)
 
 
+def from_pair(text: str, what: str) -> Any:
+    """Return the value of a `key=value`: JSON if it begins like an array, an object or a quoted text, or is `null`.
+
+    Everything else is a text: the state's schema makes numbers of it without rounding, which JSON would.
+    """
+    return from_text(text, what) if text == "null" or text.startswith(("[", "{", '"')) else text
+
+
 def an_object(text: str, what: str) -> dict[str, Any]:
     """Return the object that a JSON text is."""
     value = from_json(text, what)
@@ -81,7 +89,7 @@ def from_pairs(pairs: Sequence[str]) -> dict[str, Any]:
         if key in found:
             message = f"{key!r} is given twice"
             raise InvalidInput(message)
-        found[key] = from_text(value, key)
+        found[key] = from_pair(value, key)
     return found
 
 

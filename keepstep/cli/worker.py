@@ -6,13 +6,16 @@ import importlib.util
 from contextlib import suppress
 from enum import StrEnum
 from pathlib import Path
-from typing import Annotated
+from typing import TYPE_CHECKING, Annotated
 
 import typer
 
 from keepstep.cli.command import Broker, command
 from keepstep.cli.session import Session
 from keepstep.errors import DatabaseUnavailable, GraphError, KeepstepError
+
+if TYPE_CHECKING:
+    from keepstep.tasks.supervise import Refusal
 
 
 class Pool(StrEnum):
@@ -75,8 +78,10 @@ def worker(
     a terminal.
     """
     from keepstep import broker as brokers
+    from keepstep import places
     from keepstep.settings import load
     from keepstep.tasks import worker as workers
+    from keepstep.tasks.supervise import EXIT_REFUSED
 
     settings = load(database=session.database, broker=broker or session.broker, graphs=",".join(modules or ()) or None)
     if not settings.graphs:
@@ -85,12 +90,26 @@ def worker(
     brokers.kind_of(settings.broker)
     for source in settings.graphs:
         _check_there(source)
+    places.check(settings)
     _check_schema(session.refined(broker=broker))
-    code = workers.main(settings, concurrency=concurrency, pool=pool.value, loglevel=loglevel.value)
-    if code == 1:
-        message = "the worker cannot run as it is configured: its log says why"
+    said: list[Refusal] = []
+    code = workers.main(
+        settings, concurrency=concurrency, pool=pool.value, loglevel=loglevel.value, on_refusal=said.append
+    )
+    if code == EXIT_REFUSED:
+        _tell_frames(said)
+        message = said[0].reason if said else "the worker cannot run as it is configured: its log says why"
         raise KeepstepError(message)
     raise typer.Exit(code)
+
+
+def _tell_frames(said: list[Refusal]) -> None:
+    """Show where in the user's own code a worker's start failed."""
+    from keepstep.cli.output import console, visible
+
+    for each in said:
+        for frame in each.frames:
+            console(to_errors=True).print(visible(f"  {frame}"), style="dim", soft_wrap=True)
 
 
 def _check_there(source: str) -> None:

@@ -87,6 +87,7 @@ def test_when_no_attempt_is_left_the_thread_fails_and_can_be_retried(deploy):
         "code": "node_failed",
         "type": "ConnectionError",
         "message": "attempt 2",
+        "where": "test_retry.py:44 in body",
         "node": "node",
         "run": "node",
     }

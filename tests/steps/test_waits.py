@@ -273,7 +273,7 @@ def test_an_answer_must_fit_the_question(deploy):
     assert d.dump() == before
     d.decide("answer", answer={"days": 3})
     assert d.drain() == "done"
-    assert d.values()["log"] == [(False, "answer", None, {"days": 3}, "anna", None)]
+    assert d.values()["log"] == [(True, "answer", None, {"days": 3}, "anna", None)]
 
 
 def test_an_answers_type_is_the_questions(deploy):

@@ -1,0 +1,37 @@
+"""The ways out of a thread that has stopped, one for each error code; docs/operating.md says the same at length."""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING, Any
+
+if TYPE_CHECKING:
+    from keepstep.cli.session import Session
+
+_OF_CODES = {
+    "step_limit": "{retry} --step-limit N",
+    "worker_lost": "mend what takes its worker down, then {retry}",
+    "effect_unknown": "find out whether it happened. Harmless twice: declare the effect idempotent, deploy, {retry}. "
+    "Else: {cancel}",
+    "diverged": "see what the earlier attempt did ({show}), then {cancel}",
+    "history_corrupt": "restore the stored checkpoint: nothing runs on it",
+    "unknown_type": "deploy code that declares the type, then {retry}",
+    "graph": "deploy code that has the node, then {retry}",
+    "internal": "a defect in Keepstep: report it with the thread's error",
+}
+_OF_STATUSES = {
+    "failed": "once its cause is mended: {retry}",
+    "blocked": "look at it ({show}), then {retry} or {cancel}",
+}
+
+
+def way_out(session: Session, thread: str, status: str, error: Any) -> str | None:
+    """Return what lets a failed or blocked thread go on; None for others."""
+    if status not in _OF_STATUSES:
+        return None
+    code = error.get("code") if isinstance(error, dict) else None
+    # A node that fails with a code of its own is mended in its own way.
+    known = status == "blocked" or code == "step_limit"
+    text = _OF_CODES.get(str(code)) if known else None
+    return (text or _OF_STATUSES[status]).format(
+        **{verb: session.hint(f"{verb} {thread}") for verb in ("retry", "cancel", "show")}
+    )

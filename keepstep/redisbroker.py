@@ -38,6 +38,19 @@ class Channel(redis.Channel):
         self._line.send_command("LPUSH", queue, message)
         self._line.read_response()
 
+    def pull(self, queue: str) -> bytes | None:
+        """Take the message that has waited longest out of a queue, None when there is none; as `push` does it."""
+        if self._line is None:
+            self._line = self.pool.get_connection()
+        self._line.send_command("RPOP", queue)
+        found: bytes | None = self._line.read_response()
+        return found
+
+    def put_back(self, queue: str, message: bytes) -> None:
+        """Put a message that was pulled back to where it was."""
+        self._line.send_command("RPUSH", queue, message)
+        self._line.read_response()
+
     def hang_up(self) -> None:
         """Drop the connection that waits for a message, as closing the channel would sit out that wait (a second).
 

@@ -288,7 +288,10 @@ def _check_verdict(found: ApprovalState, question: Any, message: DecideMessage) 
         raise InvalidInput(text)
     schema = question.get("schema")
     if message.verdict == "answer" and schema is not None:
-        problem = next(iter(jsonschema.Draft202012Validator(schema).iter_errors(message.answer)), None)
+        validator = jsonschema.Draft202012Validator(
+            json.loads(schema), format_checker=jsonschema.Draft202012Validator.FORMAT_CHECKER
+        )
+        problem = next(iter(validator.iter_errors(message.answer)), None)
         if problem is not None:
             path = "".join(f"[{part}]" if isinstance(part, int) else f".{part}" for part in problem.absolute_path)
             text = f"$.answer{path}: does not fit the question's schema ({problem.validator})"

@@ -64,7 +64,7 @@ class Attempt:
     published: Callable[[], int] = lambda: 0
     """How many events earlier attempts of this node run, which parked, have published."""
     drawn: int = 0
-    acting: set[asyncio.Future[None]] = field(default_factory=set)
+    acting: set[asyncio.Future[Any]] = field(default_factory=set)
     """The effects of an async node that are under way."""
 
 
@@ -177,6 +177,9 @@ class Context(_Facts):
         one key with other arguments, `EffectUnknown` (the thread is blocked) when an earlier attempt began the call and
         left no result.
         """
+        if inspect.iscoroutinefunction(fn):
+            message = f"ctx.effect: {fn.__name__!r} is async: use it in an async node, or give a plain function"
+            raise InvalidInput(message)
         begun = self._attempt.journal.begin(fn, args, kwargs, key)
         if isinstance(begun, Recorded):
             return begun.result  # type: ignore[no-any-return]  # what fn returned before
@@ -278,13 +281,16 @@ class AsyncContext(_Facts):
         self, fn: Callable[..., R | Awaitable[R]], /, *args: Any, key: str | None = None, **kwargs: Any
     ) -> R:
         """Call a function or coroutine function that reaches outside, once; see `Context.effect`."""
-        ended: asyncio.Future[None] = asyncio.get_running_loop().create_future()
-        self._attempt.acting.add(ended)
-        try:
-            return await self._performed(fn, args, kwargs, key)
-        finally:
-            self._attempt.acting.discard(ended)
-            ended.set_result(None)
+        performed = asyncio.ensure_future(self._performed(fn, args, kwargs, key))
+        self._attempt.acting.add(performed)
+        performed.add_done_callback(self._acted)
+        # Whoever stops waiting does not stop the call: it ends, and what came of it is recorded.
+        return await asyncio.shield(performed)
+
+    def _acted(self, performed: asyncio.Future[Any]) -> None:
+        self._attempt.acting.discard(performed)
+        if not performed.cancelled():
+            performed.exception()  # retrieved: it was told to whoever still waited
 
     async def _performed(
         self, fn: Callable[..., R | Awaitable[R]], args: tuple[Any, ...], kwargs: dict[str, Any], key: str | None

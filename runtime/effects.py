@@ -20,7 +20,16 @@ from dataclasses import dataclass
 from typing import Any, ParamSpec, TypeVar, overload
 
 from keepstep.crashpoints import reach
-from keepstep.errors import Diverged, EffectConflict, EffectUnknown, InvalidInput, NodeTimeout, StepError, ThreadBlocked
+from keepstep.errors import (
+    Diverged,
+    EffectConflict,
+    EffectUnknown,
+    GraphError,
+    InvalidInput,
+    NodeTimeout,
+    StepError,
+    ThreadBlocked,
+)
 from keepstep.ids import checked_name
 from keepstep.runtime.codec import Codec
 from keepstep.runtime.outcome import described, error_text
@@ -67,8 +76,11 @@ def effect(
 
 
 def _declared(function: Callable[..., Any], *, idempotent: bool, name: str | None) -> Callable[..., Any]:
-    known = name if name is not None else getattr(function, "__name__", "")
-    setattr(function, _DECLARED, EffectDeclaration(checked_name("an effect's name", known), idempotent))
+    known = checked_name("an effect's name", name if name is not None else getattr(function, "__name__", ""))
+    if ":" in known:
+        message = f"effect name {known!r}: a colon separates name and key, it cannot be part of the name"
+        raise GraphError(message)
+    setattr(function, _DECLARED, EffectDeclaration(known, idempotent))
     return function
 
 
@@ -87,7 +99,7 @@ def declaration_of(function: Callable[..., Any]) -> EffectDeclaration:
             "ctx.effect needs a named function: its name is part of the idempotency key; use def or @effect(name=…)"
         )
         raise InvalidInput(message)
-    return EffectDeclaration(name, idempotent=False)
+    return EffectDeclaration(checked_name("an effect's name", name), idempotent=False)
 
 
 @functools.lru_cache(maxsize=4096)
@@ -116,10 +128,27 @@ def _names(function: Callable[..., Any]) -> tuple[str, ...]:
 
 
 def _by_name(function: Callable[..., Any], arguments: tuple[Any, ...], named: Mapping[str, Any]) -> dict[str, Any]:
-    """Return a call's arguments under their names, so that no two calls look alike; what has no name stands under *."""
+    """Return a call's arguments under their names, so that no two calls look alike; what has no name stands under *.
+
+    What a partial function was given before is among them: it decides what is called as much as the rest.
+    """
+    if isinstance(function, functools.partial):
+        arguments, named = (*function.args, *arguments), {**function.keywords, **named}
+        function = function.func
     names = _names(function)
     rest = {"*": list(arguments[len(names) :])} if len(arguments) > len(names) else {}
-    return {**dict(zip(names, arguments, strict=False)), **rest, **named}
+    together = {**dict(zip(names, arguments, strict=False)), **rest, **named}
+    return {name: together[name] for name in sorted(together)}
+
+
+def _digest(function: Callable[..., Any], values: Mapping[str, Any], codec: Codec, name: str) -> bytes:
+    """Return the digest of a call's arguments, and of the object of a bound method when that can be stored."""
+    owner = getattr(function, "__self__", None)
+    parts = [codec.encode(dict(values), path=f"${name}")]
+    if owner is not None and not isinstance(owner, type):
+        with contextlib.suppress(InvalidInput):  # a client or a session: which one it is cannot be told
+            parts.append(codec.encode(owner, path=f"${name}.self"))
+    return hashlib.blake2b(b"\x1f".join(parts), digest_size=16).digest()
 
 
 @dataclass(frozen=True, slots=True)
@@ -165,7 +194,7 @@ class Journal:
         self._remaining = remaining
         self._found: dict[str, EffectState] | None = None if load else {}
         self._asked: set[str] = set()
-        self._under_way: set[str] = set()
+        self._under_way: dict[str, EffectDeclaration] = {}
         self._occurrences: dict[str, int] = {}
         self._closed = False
         self._blocked: ThreadBlocked | None = None
@@ -179,9 +208,7 @@ class Journal:
         """Return an effect's recorded result, or the call to be made, its intent recorded when it is at risk."""
         declared = declaration_of(function)
         codec = self._codec.including(*_annotated_types(function))
-        digest = hashlib.blake2b(
-            codec.encode(_by_name(function, arguments, named), path=f"${declared.name}"), digest_size=16
-        ).digest()
+        digest = _digest(function, _by_name(function, arguments, named), codec, declared.name)
         call = self._reserved(declared, digest, key)
         begun: Recorded | Call | None = None
         try:
@@ -190,7 +217,7 @@ class Journal:
         finally:
             if not isinstance(begun, Call):
                 with self._lock:
-                    self._under_way.discard(call)
+                    self._under_way.pop(call, None)
         if isinstance(begun, Recorded) or not _wants_key(function):
             return begun
         return dataclasses.replace(begun, extra={"idempotency_key": f"{self._step}/{self._run}/{call}"})
@@ -272,6 +299,14 @@ class Journal:
             )
         self._ended(call, journal.FAILED, None)
 
+    def check_settled(self) -> None:
+        """Raise `EffectUnknown` when this attempt left an effect at risk without an outcome, whoever caught why."""
+        with self._lock:
+            left = [call for call, declared in self._under_way.items() if not declared.idempotent]
+        if left:
+            message = f"effect {left[0]} was begun and its outcome could not be recorded: it may have happened"
+            raise EffectUnknown(message)
+
     def close(self) -> None:
         """Begin nothing more: the node has ended, and whatever it left running must not act beside the next attempt."""
         with self._lock:
@@ -331,13 +366,13 @@ class Journal:
                 self._occurrences[base] = occurrence + 1
                 call = f"{base}:{occurrence}"
             self._asked.add(call)
-            self._under_way.add(call)
+            self._under_way[call] = declared
             return call
 
     def _ended(self, call: Call, state: str, result: bytes | None) -> None:
         known, name, at_risk = self._known(), call.declared.name, int(not call.declared.idempotent)
         with self._lock:
-            self._under_way.discard(call.key.call)
+            self._under_way.pop(call.key.call, None)
             # A second call under the same explicit key in this attempt finds what the first one left.
             known[call.key.call] = EffectState(
                 call.key.call, name, state, at_risk, call.digest, result, None, self._fence.nonce, 1

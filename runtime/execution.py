@@ -15,7 +15,7 @@ from typing import Any
 import structlog
 from tenacity import RetryCallState, Retrying, retry_if_result
 
-from keepstep.errors import NodeTimeout, StaleLease, StepError, ThreadBlocked, Unavailable
+from keepstep.errors import DatabaseUnavailable, NodeTimeout, StaleLease, StepError, ThreadBlocked
 from keepstep.runtime import planner, settlement
 from keepstep.runtime.compiled import CompiledGraph, Node
 from keepstep.runtime.context import AsyncContext, Attempt, Context, Place
@@ -43,7 +43,7 @@ from keepstep.store.checkpoints import NewEvent
 from keepstep.store.leases import Claim
 
 log = structlog.get_logger("keepstep.step")
-_UNAVAILABLE_SECONDS = 1.0
+_UNAVAILABLE_SECONDS = 5.0
 _loops = threading.local()
 
 
@@ -119,7 +119,9 @@ def _attempt(runtime: Runtime, node_run: NodeRun) -> Outcome:
         result = _result(runtime, node_run, attempt, timeout, deadline)
     except StaleLease:
         raise
-    except (Parked, NodeOverdue, asyncio.CancelledError, SystemExit, Exception) as error:  # noqa: BLE001  user code
+    except BaseException as error:
+        if isinstance(error, KeyboardInterrupt):
+            raise
         if runtime.on_failure is not None:
             runtime.on_failure(error)
         return _outcome_of(error, node_run, attempt, timeout)
@@ -139,6 +141,8 @@ def _result(runtime: Runtime, node_run: NodeRun, attempt: Attempt, timeout: floa
     # Refused now, while the node can be named, and not when the whole step is committed.
     attempt.codec.encode(result.to_plain().get("update", {}))
     attempt.journal.check_course(before="its end")
+    attempt.journal.check_settled()
+    attempt.waits.check_course()
     return result
 
 
@@ -149,14 +153,15 @@ def _outcome_of(error: BaseException, node_run: NodeRun, attempt: Attempt, timeo
         case Parked():
             try:
                 attempt.journal.check_course(before="it parked")
+                attempt.journal.check_settled()
             except ThreadBlocked as blocked:
                 return Blocked(described(blocked, node=run.node, run=run.id))
             node_run.events[:] = attempt.events
             return Waiting(error.waits)
         case ThreadBlocked():
             return Blocked(described(error, node=run.node, run=run.id))
-        case Unavailable():
-            # The world's failure, not the node's: it costs no attempt.
+        case DatabaseUnavailable():
+            # The store's failure, not the node's: it costs no attempt, and no worker waits for the store.
             return Retry(_UNAVAILABLE_SECONDS, node_run.failures, described(error, node=run.node, run=run.id))
         case NodeOverdue():
             message = f"node {run.id!r} ran longer than its timeout of {timeout:g} s"

@@ -7,25 +7,14 @@
 from __future__ import annotations
 
 import json
-import os
-import traceback
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
-from pathlib import Path
 from typing import Any
 
-import keepstep
-import keepstep.runtime
-import keepstep.store
 from keepstep.errors import KeepstepError, StaleLease, ThreadBlocked, Unavailable
+from keepstep.runtime.faults import place_of, text_of
 from keepstep.runtime.planner import NodeResult
 from keepstep.store.outcomes import NewWait
-
-_MESSAGE_CHARACTERS_MAX = 4000
-# Where this package is installed; in a development tree its parts are folders beside each other.
-_PACKAGE_FOLDERS = tuple(
-    f"{Path(str(part.__file__)).parent}{os.sep}" for part in (keepstep, keepstep.runtime, keepstep.store)
-)
 
 
 @dataclass(frozen=True, slots=True)
@@ -112,17 +101,10 @@ def described(error: BaseException, **ids: Any) -> dict[str, Any]:
     Of a user's exception the type and message are kept, never its traceback: frames hold values.
     """
     code = error.code if isinstance(error, KeepstepError) else "node_failed"
-    message = str(error)[:_MESSAGE_CHARACTERS_MAX]
+    message = text_of(error)
     where = place_of(error)
     place = {"where": where} if where and not isinstance(error, KeepstepError) else {}
     return {"code": code, "type": type(error).__qualname__, "message": message, **place, **ids}
-
-
-def place_of(error: BaseException) -> str:
-    """Return where an exception was raised in code that is not Keepstep's: `agent.py:17 in assess`, else nothing."""
-    frames = traceback.extract_tb(error.__traceback__)
-    own = [frame for frame in frames if not frame.filename.startswith(_PACKAGE_FOLDERS)]
-    return f"{Path(own[-1].filename).name}:{own[-1].lineno} in {own[-1].name}" if own else ""
 
 
 def error_text(error: Mapping[str, Any]) -> str:

@@ -21,6 +21,7 @@ import msgspec
 from keepstep.errors import GraphError, KeepstepError, StateError, StepError
 from keepstep.runtime.codec import private_copy
 from keepstep.runtime.cursor import MISSING, Cursor, Done, DueRun, Entry, Frame, NodeResult, goto_targets
+from keepstep.runtime.faults import text_of
 from keepstep.runtime.reducers import same
 from keepstep.runtime.routing import END, START, Goto, Send, Target, targets_of
 from keepstep.runtime.state import HIDDEN, Channels
@@ -111,7 +112,7 @@ def result_of(graph: CompiledGraph, run: DueRun, returned: object, seen: object,
 
 def failure_of(run: DueRun, error: BaseException) -> dict[str, Any]:
     """Return the failure that the successors of a node with `on_error="continue"` are told."""
-    return {"node": run.node, "run": run.id, "type": type(error).__qualname__, "message": str(error)}
+    return {"node": run.node, "run": run.id, "type": type(error).__qualname__, "message": text_of(error)}
 
 
 def advance(

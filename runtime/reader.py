@@ -23,6 +23,7 @@ from keepstep.store.leases import CheckpointRow
 from keepstep.store.schema import BLOCKED, ENDED
 from keepstep.store.views import AuditView, EffectView, NodeRunView, RunView, ThreadView, WaitView
 
+_TIME_MAX = datetime(9999, 1, 1, tzinfo=UTC).timestamp()
 _POLL_SECONDS_MIN, _POLL_SECONDS_MAX = 0.02, 0.5
 
 
@@ -111,7 +112,7 @@ class Event:
 
 
 def _time(value: float | None) -> datetime | None:
-    return None if value is None else datetime.fromtimestamp(value, UTC)
+    return None if value is None else datetime.fromtimestamp(min(value, _TIME_MAX), UTC)
 
 
 class Reader:
@@ -282,7 +283,7 @@ class Reader:
                     datetime.fromtimestamp(row.created_at, UTC),
                     _time(row.closed_at),
                     row.run,
-                    asked.get("schema"),
+                    json.loads(asked["schema"]) if asked.get("schema") else None,
                 )
             )
         return found
@@ -291,7 +292,7 @@ class Reader:
         """Return the decisions on an approval in order: {id, by, verdict, arguments, answer, comment, at}."""
         return [
             {**view(row.payload), "id": row.id, "at": datetime.fromtimestamp(row.at, UTC)}
-            for row in views.decisions(self._store, approval_id)
+            for row in views.decisions(self._store, self.tenant, approval_id)
         ]
 
     def events(self, thread: str, *, after: int = 0, limit: int = 1000, graph: str | None = None) -> list[Event]:

@@ -9,6 +9,7 @@ another question.
 from __future__ import annotations
 
 import hashlib
+import json
 import threading
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
@@ -27,6 +28,8 @@ from keepstep.runtime.watchdog import undisturbed
 from keepstep.store.outcomes import NewApproval, NewWait
 from keepstep.store.waits import WaitState
 
+_SECONDS_MAX = 100 * 366 * 86400.0
+_QUORUM_MAX = 1000
 ON_EXPIRY = ("reject", "fail")
 
 
@@ -73,8 +76,8 @@ class Question:
         if not isinstance(self.text, str) or not self.text.strip():
             message = f"ctx.{self.kind}: the question must be a text, not {self.text!r}"
             raise InvalidInput(message)
-        if isinstance(self.quorum, bool) or not isinstance(self.quorum, int) or self.quorum < 1:
-            message = f"ctx.{self.kind}: quorum must be a number of people, at least 1, not {self.quorum!r}"
+        if isinstance(self.quorum, bool) or not isinstance(self.quorum, int) or not 1 <= self.quorum <= _QUORUM_MAX:
+            message = f"ctx.{self.kind}: quorum must be a number of people, 1 to {_QUORUM_MAX}, not {self.quorum!r}"
             raise InvalidInput(message)
         if self.on_expiry not in ON_EXPIRY:
             message = f"ctx.{self.kind}: on_expiry must be one of {', '.join(ON_EXPIRY)}, not {self.on_expiry!r}"
@@ -93,17 +96,24 @@ class Question:
         }
 
 
-def json_schema(schema: Any) -> Any:
+def json_schema(schema: Any) -> str | None:
     """Return the JSON schema that answers are checked against at the door; a type is turned into its own."""
     if schema is None:
         return None
     found = schema if isinstance(schema, Mapping) else TypeAdapter(schema).json_schema()
     try:
-        jsonschema.Draft202012Validator.check_schema(found)
+        plain = json.loads(json.dumps(found))
+        checker = jsonschema.Draft202012Validator.FORMAT_CHECKER
+        jsonschema.Draft202012Validator.check_schema(plain, format_checker=checker)
+        # What refers to something that is not there shows when it is used.
+        jsonschema.Draft202012Validator(plain, format_checker=checker).is_valid({})
     except jsonschema.SchemaError as error:
         message = f"ctx.ask: schema is no JSON schema: {error.json_path}: {error.message}"
         raise InvalidInput(message) from None
-    return found
+    except Exception as error:
+        message = f"ctx.ask: schema cannot be used: {type(error).__name__}"
+        raise InvalidInput(message) from error
+    return json.dumps(plain)
 
 
 class WaitBook:
@@ -114,6 +124,7 @@ class WaitBook:
         self._load = load
         self._found: dict[int, WaitState] | None = None
         self._occurrence = 0
+        self._unserved: list[Parked] = []
         self._lock = threading.Lock()
 
     def decide(self, question: Question) -> Decision:
@@ -188,7 +199,7 @@ class WaitBook:
                     self._found = {state.occurrence: state for state in self._load()}
             state = self._found.get(occurrence)
         if state is None:
-            raise Parked((make(occurrence, digest),))
+            raise self._parked((make(occurrence, digest),))
         if bytes(state.digest) != digest:
             message = (
                 f"wait {occurrence + 1} of this node asked something else in an earlier attempt; an answer is never "
@@ -196,12 +207,43 @@ class WaitBook:
             )
             raise Diverged(message)
         if state.status == "open":
-            raise Parked(())
+            raise self._parked(())
         return state
+
+    def _parked(self, waits: tuple[NewWait, ...]) -> Parked:
+        signal = Parked(waits)
+        with self._lock:
+            self._unserved.append(signal)
+        return signal
+
+    def check_course(self) -> None:
+        """Check, when the node has returned, that it did not pass over what it had asked for.
+
+        Raises `Parked` when the node caught the signal of a wait that is not answered: it waits all the same. Raises
+        `Diverged` when an earlier attempt asked something that this one did not: an answer must not be passed over.
+        """
+        if self._unserved:
+            gathered(self._unserved)
+        with self._lock:
+            if self._found is None:
+                self._found = {state.occurrence: state for state in self._load()}
+            passed_over = [state for number, state in self._found.items() if number >= self._occurrence]
+        if passed_over:
+            message = (
+                f"an earlier attempt of this node asked {len(self._found)} times for something from outside, this one "
+                f"{self._occurrence} times: an answer must not be passed over"
+            )
+            raise Diverged(message)
 
 
 def _seconds(what: str, value: float | timedelta | None, *, zero: bool = False) -> float | None:
-    return None if value is None else policy.seconds(what, value, zero=zero)
+    if value is None:
+        return None
+    seconds = policy.seconds(what, value, zero=zero)
+    if seconds > _SECONDS_MAX:
+        message = f"{what}: {seconds:g} s is longer than a hundred years; leave it out to wait for ever"
+        raise InvalidInput(message)
+    return seconds
 
 
 def _typed(schema: Any, answer: Any) -> Any:
@@ -218,6 +260,8 @@ def fitted(original: Any, edited: Any) -> Any:
     """Return edited arguments, which came as JSON, with the types of the original ones: 12.50 for a Decimal again."""
     if isinstance(original, Mapping) and isinstance(edited, Mapping):
         return {name: fitted(original.get(name), value) for name, value in edited.items()}
+    if isinstance(original, list) and isinstance(edited, list) and len({type(each) for each in original}) == 1:
+        return [fitted(original[0], each) for each in edited]
     if original is None or isinstance(edited, type(original)):
         return edited
     try:

@@ -232,7 +232,7 @@ _APPROVALS = Statement(
 _DECISIONS = Statement(
     lambda _dialect: (
         select(*(decision.c[name] for name in DecisionView._fields))
-        .where(decision.c.approval_id == param("approval_id"))
+        .where(decision.c.approval_id == param("approval_id"), decision.c.tenant == param("tenant"))
         .order_by(decision.c.at, decision.c.id)
     )
 )
@@ -361,9 +361,9 @@ def approvals(
     return [ApprovalView(*row) for row in store.rows(_APPROVALS, params)]
 
 
-def decisions(store: Store, approval_id: str) -> list[DecisionView]:
+def decisions(store: Store, tenant: str, approval_id: str) -> list[DecisionView]:
     """Return the decisions on an approval in order."""
-    return [DecisionView(*row) for row in store.rows(_DECISIONS, {"approval_id": approval_id})]
+    return [DecisionView(*row) for row in store.rows(_DECISIONS, {"approval_id": approval_id, "tenant": tenant})]
 
 
 def effects(store: Store, thread_id: str) -> list[EffectView]:

@@ -22,7 +22,7 @@ def celery_defaults(settings: Settings) -> dict[str, Any]:
     queue = broker.nudges_name(settings.queue)
     return {
         **broker.celery_settings(settings.broker, queue=settings.queue),
-        **_of_the_file_broker(settings),
+        **_not_behind_a_long_node(settings),
         # These two win over Celery's own environment variables: one deployment has one broker, KEEPSTEP_BROKER.
         "broker_read_url": settings.broker,
         "broker_write_url": settings.broker,
@@ -62,8 +62,17 @@ def celery_defaults(settings: Settings) -> dict[str, Any]:
     }
 
 
-def _of_the_file_broker(settings: Settings) -> dict[str, Any]:
-    if broker.kind_of(settings.broker) != "file":
-        return {}
-    # A claimed message is a file, and goes back to the queue when the worker that holds it dies.
-    return {"broker_transport": "keepstep.tasks.fileloop:Transport", "task_acks_late": True}
+def _not_behind_a_long_node(settings: Settings) -> dict[str, Any]:
+    """Return what keeps a worker from fetching a nudge that it has no free child for.
+
+    Such a nudge would lie in the worker, behind a node of hours, while others are idle; the sweep would find its row,
+    but later. On RabbitMQ it does lie there: acknowledging late would keep it away, and end the channel of every node
+    that is longer than the broker's `consumer_timeout`.
+    """
+    kind = broker.kind_of(settings.broker)
+    if kind == "redis":
+        return {"worker_disable_prefetch": True}
+    if kind == "file":
+        # A claimed message is a file, and goes back to the queue when the worker that holds it dies.
+        return {"broker_transport": "keepstep.tasks.fileloop:Transport", "task_acks_late": True}
+    return {}

@@ -19,7 +19,7 @@ from keepstep.runtime.compiled import CompiledGraph
 from keepstep.runtime.environment import Runtime
 from keepstep.settings import Settings
 from keepstep.store.engine import Store
-from keepstep.store.leases import Owner
+from keepstep.store.leases import Nudge, Owner
 from keepstep.tasks import carried
 from keepstep.tasks.publish import Publisher
 
@@ -30,6 +30,7 @@ _WORKER_ID = "KEEPSTEP_WORKER_ID"
 class _Process:
     pid: int
     runtime: Runtime
+    publisher: Publisher
 
 
 _current: _Process | None = None
@@ -43,15 +44,16 @@ def begin(settings: Settings, graphs: Mapping[carried.Key, CompiledGraph], worke
     os.environ[_WORKER_ID] = worker_id
     pid = os.getpid()
     store = Store.open(settings.database, pool_size=pool_size)
+    publisher = Publisher(settings)
     runtime = Runtime(
         store=store,
         graphs=graphs,
         settings=settings,
         owner=Owner(worker_id, pid),
-        publish=Publisher(settings),
+        publish=publisher,
         end_process=_end_process,
     )
-    _current = _Process(pid, runtime)
+    _current = _Process(pid, runtime, publisher)
 
 
 def _end_process() -> None:
@@ -85,6 +87,11 @@ def runtime() -> Runtime:
     if _current.pid != os.getpid():  # a pool that forks without telling
         begin_child()
     return _current.runtime
+
+
+def take() -> Nudge | None:
+    """Return a nudge that waits in the queue, if it can be had without the main process."""
+    return None if _current is None else _current.publisher.take()
 
 
 @signals.worker_process_shutdown.connect

@@ -32,6 +32,17 @@ _OPERATION_SECONDS_MAX = 2.0
 _inherited: list[object] = []
 
 
+class _Headers(msgspec.Struct):
+    task: str
+
+
+class _Message(msgspec.Struct):
+    """What is read of a message that is taken."""
+
+    body: str
+    headers: _Headers
+
+
 class Publisher:
     """Publishes nudges to the queue. Safe in threads and across forks; never raises."""
 
@@ -64,6 +75,27 @@ class Publisher:
                         log.warning("nudges_left_to_sweep", count=len(nudges) - sent, **told(error))
                 else:
                     return
+
+    def take(self) -> Nudge | None:
+        """Return the nudge that has waited longest and take it out of the queue, None when there is none.
+
+        On Redis alone, over the connection that was published on, as long as that works. What is not a nudge stays
+        where it is, for Celery to deal with.
+        """
+        with self._lock:
+            channel = None if self._producer is None else self._producer.channel
+            if self._pid != os.getpid() or not isinstance(channel, RedisChannel):
+                return None
+            try:
+                message = channel.pull(self._queue)
+                nudge = None if message is None else _nudge_in(message)
+                if message is not None and nudge is None:
+                    channel.put_back(self._queue, message)
+            except Exception as error:  # noqa: BLE001  as above
+                log.debug("nudge_not_taken", **told(error))
+                self._drop()
+                return None
+            return nudge
 
     def close(self) -> None:
         """Close the connection; the next publish opens another."""
@@ -138,6 +170,21 @@ def _redis_message(nudge: Nudge, queue: str) -> bytes:
         },
     }
     return msgspec.json.encode(message)
+
+
+def _nudge_in(message: bytes) -> Nudge | None:
+    """Return the nudge that `_redis_message` made a message of, None when it is another message."""
+    try:
+        read = msgspec.json.decode(message, type=_Message)
+        arguments = msgspec.json.decode(read.body)[0]
+        if read.headers.task == STEP_TASK:
+            return Nudge("step", *msgspec.convert(arguments, tuple[str, int]))
+        if read.headers.task == NODE_TASK:
+            thread_id, seq, run, version = msgspec.convert(arguments, tuple[str, int, str, int])
+            return Nudge("node", thread_id, version, seq, run)
+    except (msgspec.MsgspecError, LookupError, TypeError):
+        return None
+    return None
 
 
 def _headers(nudge: Nudge) -> dict[str, Any]:

@@ -19,7 +19,7 @@ from celery.concurrency.prefork import TaskPool as PreforkPool
 from celery.concurrency.solo import TaskPool as SoloPool
 from celery.concurrency.thread import TaskPool as ThreadPool
 
-from keepstep import broker, places
+from keepstep import places
 from keepstep import settings as settings_module
 from keepstep.errors import DatabaseUnavailable, InvalidSettings, KeepstepError
 from keepstep.runtime.compiled import CompiledGraph
@@ -31,7 +31,6 @@ from keepstep.store.leases import Owner
 from keepstep.tasks import carried, logs, process
 from keepstep.tasks.children import Children
 from keepstep.tasks.commands import Commands
-from keepstep.tasks.handback import HandBack
 from keepstep.tasks.liveness import Liveness
 from keepstep.tasks.publish import Publisher
 from keepstep.tasks.registration import Registration
@@ -79,8 +78,6 @@ class KeepstepStep(bootsteps.StartStopStep):
             Sweeper(settings, list(graphs), worker_id, liveness, publish),
             Commands(settings, _own_runtime(settings, graphs, worker_id, publish)),
         ]
-        if broker.kind_of(settings.broker) != "file":
-            self._receiving.append(HandBack(publish))
         self._living: list[Service] = [liveness]
         if issubclass(parent.pool_cls, PreforkPool):
             self._living.append(Children(settings, worker_id, _processes_of(parent), publish))

@@ -19,6 +19,7 @@ from celery import Celery
 
 import keepstep
 from benchmarks import lean
+from keepstep.errors import KeepstepError
 from keepstep.settings import load
 from keepstep.store.engine import Store
 from keepstep.store.migrate import upgrade
@@ -222,6 +223,10 @@ class Worker:
                 process_group=0,
             )
 
+    def log_end(self) -> str:
+        """Return the last lines of its log."""
+        return self._log.read_text(errors="replace")[-3000:]
+
     def processor_seconds(self) -> float:
         """Return the processor time that the worker and its pool have used so far."""
         main = psutil.Process(self._process.pid)
@@ -233,7 +238,7 @@ class Worker:
         deadline = time.monotonic() + seconds
         while not reached():
             if self._process.poll() is not None or time.monotonic() > deadline:
-                message = f"{what}: not within {seconds:g} s; the worker's log:\n{self._log.read_text()[-3000:]}"
+                message = f"{what}: not within {seconds:g} s; the worker's log:\n{self.log_end()}"
                 raise RuntimeError(message)
             time.sleep(0.02)
 
@@ -251,7 +256,11 @@ def working(contestant: Contestant, *, chains: int) -> Iterator[Worker]:
     servers.redis.flush()
     worker = Worker(contestant, servers.folder / f"{contestant.name}.log")
     try:
-        contestant.feed(chains)
+        try:
+            contestant.feed(chains)
+        except KeepstepError as error:
+            message = f"{contestant.name} takes nothing in: {error}; the worker's log:\n{worker.log_end()}"
+            raise RuntimeError(message) from error
         worker.until(lambda: contestant.steps() > chains, seconds=_START_SECONDS, what="the first steps")
         yield worker
     finally:

@@ -63,6 +63,10 @@ def _armed() -> tuple[str, str]:
     return name, detail
 
 
+class Died(BaseException):
+    """What a test raises where a process would have died: nothing may handle it."""
+
+
 def armed(name: str) -> bool:
     """Tell whether the process is to die at a point."""
     return bool(_mark) and _armed()[0] == name

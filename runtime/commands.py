@@ -130,7 +130,11 @@ def accept(runtime: Runtime, message: Any) -> Accepted:
         with runtime.store.transaction() as transaction:
             done = threads.audited(transaction, message.tenant, message.id)
             if done is not None:
-                return Accepted(done, duplicate=True)
+                thread_id, digest = done
+                if digest != _content_digest(message):
+                    text = f"command id {message.id!r} was used before for something else"
+                    raise Conflict(text)
+                return Accepted(thread_id, duplicate=True)
             accepted = handler(runtime, transaction, message)
             reach("inside_command", message.verb)
             return accepted
@@ -143,6 +147,12 @@ def accept(runtime: Runtime, message: Any) -> Accepted:
     return once()
 
 
+def _content_digest(message: Any) -> bytes:
+    """Return the digest of what a command says."""
+    content = message.model_dump() if hasattr(message, "model_dump") else vars(message)
+    return hashlib.blake2b(json.dumps(content, sort_keys=True, default=repr).encode(), digest_size=16).digest()
+
+
 def _audit(transaction: Transaction, message: Any, thread_id: str, action: str, actor: str, detail: object) -> None:
     threads.record_audit(
         transaction,
@@ -151,6 +161,7 @@ def _audit(transaction: Transaction, message: Any, thread_id: str, action: str, 
         actor=actor,
         action=action,
         command_id=message.id,
+        command_digest=_content_digest(message),
         detail=json.dumps(detail, ensure_ascii=True, default=str),
     )
 

@@ -34,6 +34,9 @@ def check(original: Any, edited: Any, path: str = "$.arguments") -> None:
         _check_tagged(str(original["$"]), edited, path)
     elif isinstance(original, Mapping):
         _check_keys(original, edited, path)
+    elif isinstance(original, int) and isinstance(edited, float) and not edited.is_integer():
+        message = f"{path}: is a whole number and cannot be edited to {edited:g}"
+        raise StateError(message)
     elif original is not None and _kind(original) != _kind(edited):
         message = f"{path}: is {_kind(original)} and cannot be edited to {_kind(edited)}"
         raise StateError(message)

@@ -15,6 +15,7 @@ from typing import Any
 import structlog
 from tenacity import RetryCallState, Retrying, retry_if_result
 
+from keepstep.crashpoints import Died
 from keepstep.errors import DatabaseUnavailable, NodeTimeout, StaleLease, StepError, ThreadBlocked
 from keepstep.runtime import planner, settlement
 from keepstep.runtime.compiled import CompiledGraph, Node
@@ -120,7 +121,8 @@ def _attempt(runtime: Runtime, node_run: NodeRun) -> Outcome:
     except StaleLease:
         raise
     except BaseException as error:
-        if isinstance(error, KeyboardInterrupt):
+        # User code may raise anything; these alone are about the process, not about the node.
+        if isinstance(error, KeyboardInterrupt | Died):
             raise
         if runtime.on_failure is not None:
             runtime.on_failure(error)

@@ -91,8 +91,15 @@ class StateKey:
             return self.check(value)
         except ValidationError:
             carried = _as_json(value)
-        # Strict even now: "5" is not a number, whereas "12.50" is how JSON carries a Decimal.
-        return validator.validate_python(value) if carried is None else validator.validate_json(carried, strict=True)
+        if carried is None:
+            return validator.validate_python(value)
+        try:
+            return validator.validate_json(carried, strict=True)
+        except ValidationError:
+            if not isinstance(value, str):
+                raise
+            # A command line has nothing but texts: "7" for an int, "true" for a bool.
+            return validator.validate_python(value)
 
     def fit_update(self, value: object) -> Any:
         """Return an input as an update of the key, for its reducer."""

@@ -6,9 +6,11 @@ which jumps over waits, so that `ctx.sleep(days)` takes no time.
 
 from __future__ import annotations
 
+import asyncio
 import os
 import time
 from collections.abc import Callable, Iterable, Mapping
+from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
 from types import SimpleNamespace
 from typing import Any
@@ -59,13 +61,23 @@ def run_in_process(
     there from the start. Raises `NodeFailed` (from the node's error text), `StepLimit`, the kinds of `ThreadBlocked`,
     `StateError`, and `Undecided` when the run waits for something that was not given.
     """
-    clock = _Clock()
-    store = Store.open("sqlite://", clock=clock)
+
+    def run() -> Any:
+        clock = _Clock()
+        store = Store.open("sqlite://", clock=clock)
+        try:
+            migrate.upgrade(store)
+            return _Run(graph, store, clock, decisions).to_end(given, signals, step_limit)
+        finally:
+            store.dispose()
+
     try:
-        migrate.upgrade(store)
-        return _Run(graph, store, clock, decisions).to_end(given, signals, step_limit)
-    finally:
-        store.dispose()
+        asyncio.get_running_loop()
+    except RuntimeError:
+        return run()
+    # In a notebook a loop runs in this thread already, and an async node needs one of its own.
+    with ThreadPoolExecutor(1, thread_name_prefix="keepstep-run") as pool:
+        return pool.submit(run).result()
 
 
 class _Run:

@@ -64,5 +64,5 @@ def _ended(
         return outcomes.finish_node(
             runtime.store, claim.fence, status=status, error=error, failures=failures, events=events
         )
-    outcomes.stop(runtime.store, claim.fence, status=status, error=error, failures=failures, events=events)
-    return None
+    held = outcomes.stop(runtime.store, claim.fence, status=status, error=error, failures=failures, events=events)
+    return held[0] if held else None

@@ -66,6 +66,9 @@ def run_step(runtime: Runtime, thread_id: str, version: int) -> bool:
         raise
     except Exception as error:  # noqa: BLE001  nothing may leave a thread leased and in nobody's hands
         nudges = _stopped(runtime, claim, error)
+    except (KeyboardInterrupt, SystemExit):  # the process was told to end
+        leases.give_back(runtime.store, claim.fence.thread_id, claim.fence.nonce)
+        raise
     reach("after_commit", at)
     runtime.publish(nudges)
     reach("after_nudge", at)
@@ -307,8 +310,7 @@ def _join(runtime: Runtime, claim: Claim, graph: CompiledGraph, head: Head, runs
         if ended:
             first = ended[0]
             others = f" (and {len(ended) - 1} others)" if len(ended) > 1 else ""
-            _stop(runtime, claim, status, first.error or "{}", others)
-            return []
+            return _stop(runtime, claim, status, first.error or "{}", others)
     codec = runtime.codec(graph)
     results = {row.run: NodeResult.from_plain(codec.decode(row.write or b"")) for row in rows}
     missing = [run.id for run in runs if run.id not in results]
@@ -443,20 +445,20 @@ def _stopped(runtime: Runtime, claim: Claim, error: Exception) -> list[Nudge]:
         message=text["message"][:500],
     )
     try:
-        _stop(runtime, claim, status, error_text(text))
+        return _stop(runtime, claim, status, error_text(text))
     except StaleLease:
         log.info("lease_lost", thread=claim.thread.name, step=_key(claim.fence))
     return []
 
 
-def _stop(runtime: Runtime, claim: Claim, status: str, error: str, others: str = "") -> None:
+def _stop(runtime: Runtime, claim: Claim, status: str, error: str, others: str = "") -> list[Nudge]:
     if others:
         import json  # noqa: PLC0415  only on this rare path
 
         parts = json.loads(error)
         parts["message"] = f"{parts.get('message', '')}{others}"
         error = error_text(parts)
-    runtime.store.patiently(
+    return runtime.store.patiently(
         lambda: outcomes.stop(runtime.store, claim.fence, status=status, error=error, failures=claim.attempt.failures),
         seconds=PATIENCE_SECONDS,
     )

@@ -11,7 +11,7 @@ from dataclasses import dataclass
 from typing import Any, NamedTuple
 
 import msgspec
-from sqlalchemy import BigInteger, Integer, LargeBinary, and_, case, cast, delete, func, insert, select, update
+from sqlalchemy import BigInteger, Integer, LargeBinary, and_, case, cast, delete, func, insert, or_, select, update
 from sqlalchemy.sql.base import Executable
 
 from keepstep.crashpoints import armed, reach
@@ -26,7 +26,7 @@ from keepstep.store.leases import (
     fenced,
 )
 from keepstep.store.routines import Routine
-from keepstep.store.schema import DONE, QUEUED, READY, RUNNING, checkpoint, event, run, signal, thread, wait
+from keepstep.store.schema import DONE, FAILED, QUEUED, READY, RUNNING, checkpoint, event, run, signal, thread, wait
 from keepstep.store.statements import Statement, db_now, param
 
 
@@ -84,6 +84,8 @@ _VALUES = ("seq", "id", "parent_id", "tenant", "run_id", "kind", "change", "snap
 
 def _head_update() -> Any:
     keep = param("keep_lease") == 1
+    ended = or_(param("status") == DONE, param("status") == FAILED)
+    next_begins = and_(ended, thread.c.queued > cast(param("begins"), Integer))
     kept = {name: case((keep, thread.c[name]), else_=None) for name in ("lease_nonce", "lease_worker", "lease_child")}
     return (
         update(thread)
@@ -94,10 +96,7 @@ def _head_update() -> Any:
             lease_deadline=case((keep, db_now() + param("lease_seconds")), else_=None),
             lease_seconds=param("lease_seconds"),
             # A run that was queued meanwhile begins as soon as this one has ended.
-            status=case(
-                (and_(param("status") == DONE, thread.c.queued > cast(param("begins"), Integer)), READY),
-                else_=param("status"),
-            ),
+            status=case((next_begins, READY), else_=param("status")),
             error=param("error"),
             seq=param("seq"),
             checkpoint_id=param("id"),
@@ -116,7 +115,7 @@ def _head_update() -> Any:
             fanned=0,
             pending=0,
             run_id=param("run_id"),
-            run_active=case((param("status") == DONE, 0), else_=1),
+            run_active=case((or_(param("status") == DONE, next_begins), 0), else_=1),
             run_steps=param("run_steps"),
             step_limit=cast(param("step_limit"), Integer),
             queued=thread.c.queued - cast(param("begins"), Integer),

@@ -33,6 +33,9 @@ log = structlog.get_logger("keepstep.store")
 
 _BUSY_SECONDS = 20.0
 _CONNECT_SECONDS = 5
+# Shutting down, out of resources, a standby, a time limit of the server's: it may be well again in a moment.
+_AWAY = ("57P", "57014", "53", "58", "25006")
+_SQLITE_AWAY = ("locked", "full", "disk I/O", "readonly", "unable to open")
 _UNIQUE_VIOLATION = "23505"
 # A conflict between transactions, not a failure of the database: the same transaction succeeds when run again.
 _CONTENTION = ("40001", "40P01", "55P03")
@@ -224,16 +227,16 @@ class Store:
         if unique or getattr(error, "pgcode", None) == _UNIQUE_VIOLATION:
             return DuplicateRow()
         if isinstance(error, sqlite3.Error):
-            locked = isinstance(error, sqlite3.OperationalError) and "locked" in str(error)
-            return self._unavailable(error) if locked else None
+            away = isinstance(error, sqlite3.OperationalError) and any(sign in str(error) for sign in _SQLITE_AWAY)
+            return self._unavailable(error) if away else None
         if getattr(error, "pgcode", None) in _CONTENTION:
             return self._unavailable(error)
         if broken:
             # What cut this connection has most likely cut its neighbours in the pool.
             self.dispose()
             return self._unavailable(error)
-        shutting_down = (getattr(error, "pgcode", None) or "")[:3] == "57P"
-        return self._unavailable(error) if shutting_down else None
+        code = getattr(error, "pgcode", None) or ""
+        return self._unavailable(error) if code.startswith(_AWAY) else None
 
     def _unavailable(self, error: Exception) -> DatabaseUnavailable:
         if isinstance(error, PoolExhausted):
@@ -247,7 +250,11 @@ class Store:
     @property
     def shown(self) -> str:
         """The database's URL without its password."""
-        return self.url.render_as_string(hide_password=True)
+        query = {
+            name: "***" if "password" in name.lower() or "secret" in name.lower() else value
+            for name, value in self.url.query.items()
+        }
+        return self.url.set(query=query).render_as_string(hide_password=True)
 
     def patiently(self, action: Callable[[], T], *, seconds: float = 60.0) -> T:
         """Run `action` again while the database is unavailable, up to `seconds`; it must be safe to run twice."""

@@ -10,8 +10,8 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any, NamedTuple
 
+from sqlalchemy import Integer, and_, case, cast, exists, insert, literal, select, update
 from sqlalchemy import Text as TextType
-from sqlalchemy import and_, case, exists, insert, literal, select, update
 
 from keepstep.errors import StaleLease
 from keepstep.store.checkpoints import NewEvent, insert_events
@@ -382,18 +382,29 @@ def _ask(transaction: Transaction, place: dict[str, Any], new: NewWait, asked: N
 
 # --- ending badly ---
 
+_NEXT_BEGINS = and_(cast(param("status"), TextType) == FAILED, thread.c.queued > 0)
 _STOP = Statement(
     lambda _dialect: (
         update(thread)
         .where(*fenced(thread))
         .values(
             **released(thread),
-            status=param("status"),
+            # A run that failed holds up none that is queued behind it: the next begins from the state it left.
+            status=case((_NEXT_BEGINS, READY), else_=cast(param("status"), TextType)),
+            run_active=case((_NEXT_BEGINS, 0), else_=thread.c.run_active),
+            fanned=case((_NEXT_BEGINS, 0), else_=thread.c.fanned),
+            pending=case((_NEXT_BEGINS, 0), else_=thread.c.pending),
+            starts=case((_NEXT_BEGINS, 0), else_=thread.c.starts),
+            deaths=case((_NEXT_BEGINS, 0), else_=thread.c.deaths),
             error=param("error"),
-            failures=param("failures"),
+            failures=case((_NEXT_BEGINS, 0), else_=cast(param("failures"), Integer)),
             version=thread.c.version + 1,
+            due_at=db_now(),
+            next_nudge_at=db_now() + NUDGE_SECONDS,
+            nudges=0,
             updated_at=db_now(),
         )
+        .returning(thread.c.status, thread.c.version)
     )
 )
 _STOP_RUN = Statement(
@@ -413,16 +424,21 @@ def stop(
     error: str,
     failures: int = 0,
     events: Sequence[NewEvent] = (),
-) -> None:
-    """End the thread's step as `failed` or `blocked`, state and pending writes kept; raise `StaleLease` when stale."""
+) -> list[Nudge]:
+    """End the thread's step as `failed` or `blocked`, state and pending writes kept; return a queued run's nudge.
+
+    A run that is queued behind a failed one begins; behind a blocked one it waits. Raises `StaleLease` when stale.
+    """
     with store.transaction() as transaction:
         locked = lock(transaction, fence)
-        transaction.run(_STOP, {**fence_params(fence), "status": status, "error": error, "failures": failures})
+        params = {**fence_params(fence), "status": status, "error": error, "failures": failures}
+        after, version = transaction.rows(_STOP, params)[0]
         transaction.run(
             _STOP_RUN,
             {"run_id": locked.run_id, "status": status, "error": error, "run_steps": locked.run_steps},
         )
         insert_events(transaction, fence, locked.tenant, locked.run_id, events)
+    return [Nudge("step", fence.thread_id, version)] if after == READY else []
 
 
 _REFUSE_RUN = Statement(

@@ -315,6 +315,7 @@ audit = Table(
     _text("actor"),
     _text("action"),
     Column("command_id", Text),
+    Column("command_digest", LargeBinary),  # of what the command said: another one under its id is refused
     Column("detail", Text),
     _time("at"),
     UniqueConstraint("tenant", "command_id", name="keepstep_audit_command"),

@@ -76,7 +76,7 @@ _NAMED = Statement(
         select(thread.c.id, thread.c.application, thread.c.agent)
         .where(thread.c.tenant == param("tenant"), or_(thread.c.name == param("name"), thread.c.id == param("name")))
         .order_by(thread.c.application, thread.c.agent)
-        .limit(10)
+        .limit(1000)
     )
 )
 _BY_ID = Statement(lambda _dialect: select(*_STATE).where(thread.c.id == param("id")).with_for_update())
@@ -175,7 +175,7 @@ def by_name(transaction: Transaction, tenant: str, application: str, agent: str,
 
 
 def named(transaction: Transaction, tenant: str, name: str) -> list[tuple[str, str, str]]:
-    """Return (id, application, agent) of up to ten threads of a tenant that a name or id may mean."""
+    """Return (id, application, agent) of up to 1,000 threads of a tenant that a name or id may mean."""
     return [(row[0], row[1], row[2]) for row in transaction.rows(_NAMED, {"tenant": tenant, "name": name})]
 
 
@@ -399,7 +399,7 @@ def retry(transaction: Transaction, found: ThreadState, step_limit: int | None) 
 # --- audit ---
 
 _AUDITED = Statement(
-    lambda _dialect: select(audit.c.thread_id, audit.c.detail).where(
+    lambda _dialect: select(audit.c.thread_id, audit.c.command_digest).where(
         audit.c.tenant == param("tenant"), audit.c.command_id == param("command_id")
     )
 )
@@ -410,16 +410,17 @@ _AUDIT = Statement(
         actor=param("actor"),
         action=param("action"),
         command_id=param("command_id"),
+        command_digest=param("command_digest"),
         detail=param("detail"),
         at=db_now(),
     )
 )
 
 
-def audited(transaction: Transaction, tenant: str, command_id: str) -> str | None:
-    """Return the thread that a command was already applied to, or None when it is new."""
+def audited(transaction: Transaction, tenant: str, command_id: str) -> tuple[str, bytes] | None:
+    """Return the thread that a command was already applied to and the digest of what it said, None when it is new."""
     row = transaction.row(_AUDITED, {"tenant": tenant, "command_id": command_id})
-    return None if row is None else str(row[0])
+    return None if row is None else (str(row[0]), bytes(row[1] or b""))
 
 
 def record_audit(
@@ -430,6 +431,7 @@ def record_audit(
     actor: str,
     action: str,
     command_id: str | None = None,
+    command_digest: bytes | None = None,
     detail: str | None = None,
 ) -> None:
     """Say who asked for what. Its unique command id makes the command idempotent."""
@@ -441,6 +443,7 @@ def record_audit(
             "actor": actor,
             "action": action,
             "command_id": command_id,
+            "command_digest": command_digest,
             "detail": detail,
         },
     )

@@ -182,7 +182,7 @@ _FIND = Statement(
         select(*_THREAD_COLUMNS)
         .where(thread.c.tenant == param("tenant"), or_(thread.c.name == param("name"), thread.c.id == param("name")))
         .order_by(thread.c.application, thread.c.agent)
-        .limit(20)
+        .limit(1000)
     )
 )
 _LIST = Statement(
@@ -331,7 +331,7 @@ _NOW = Statement(lambda _dialect: select(db_now()))
 
 
 def find_threads(store: Store, tenant: str, name: str) -> list[ThreadView]:
-    """Return the threads of a tenant that a name or id means, up to 20."""
+    """Return the threads of a tenant that a name or id means, up to 1,000."""
     return [ThreadView(*row) for row in store.rows(_FIND, {"tenant": tenant, "name": name})]
 
 

@@ -59,7 +59,7 @@ class Start(Message):
     if_running: Literal["queue", "reject"] = Field(
         "queue", description="When the thread has a run that has not ended: run after it, or refuse."
     )
-    step_limit: Annotated[int, Field(ge=1)] | None = Field(
+    step_limit: Annotated[int, Field(ge=1, le=1_000_000_000)] | None = Field(
         None, description="Super-steps that the run may take; the graph's limit when it is missing."
     )
 
@@ -114,7 +114,7 @@ class Control(Message):
     action: Literal["pause", "resume", "cancel", "retry"] = Field(description="What to do.")
     reason: Text | None = Field(None, description="Why, for people.")
     by: Name | None = Field(None, description="Who wants it.")
-    step_limit: Annotated[int, Field(ge=1)] | None = Field(
+    step_limit: Annotated[int, Field(ge=1, le=1_000_000_000)] | None = Field(
         None, description="With `retry`: the super-steps that the run may take from now on in all."
     )
 

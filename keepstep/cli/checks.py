@@ -47,8 +47,7 @@ def examine(session: Session) -> list[Finding]:
     found, commands_waiting = _broker(settings)
     unwritable = places.database_problem(settings.database)
     if unwritable is not None:
-        what, _, way_out = unwritable.partition(". ")
-        return [*findings, Finding("problem", "database", what, way_out), *found]
+        return [*findings, _unwritable("database", unwritable), *found]
     missing = session.missing_file()
     if missing is not None:  # opening the store would make its folder
         text = f"there is no database yet at {missing}"
@@ -61,6 +60,11 @@ def examine(session: Session) -> list[Finding]:
         if usable:
             findings += _deployment(session, settings, store, commands_waiting)
     return findings
+
+
+def _unwritable(what: str, problem: str) -> Finding:
+    text, _, way_out = problem.rpartition(". ")
+    return Finding("problem", what, text, way_out[:1].lower() + way_out[1:])
 
 
 def _settings(session: Session, settings: Settings) -> Iterator[Finding]:
@@ -164,8 +168,7 @@ def _broker(settings: Settings) -> tuple[list[Finding], int]:
     if url.startswith("file://"):
         unwritable = places.broker_problem(url)
         if unwritable is not None:
-            what, _, way_out = unwritable.partition(". ")
-            return [Finding("problem", "broker", f"{shown}: {what}", way_out)], 0
+            return [_unwritable("broker", f"{shown}: {unwritable}")], 0
         if not Path(url.removeprefix("file://")).exists():
             return [Finding("ok", "broker", f"{shown}: no folder yet; the first worker or client makes it")], 0
     begun = time.monotonic()

@@ -124,7 +124,7 @@ def retry(
     if step_limit is None and session.glance(lambda reader: _at_its_limit(reader.get(thread, graph=graph))):
         message = (
             f"{thread} stopped at its step limit and would again: {session.hint(f'retry {thread} --step-limit N')} "
-            "(N counts the steps that it has taken)"
+            "(N includes the steps it has taken)"
         )
         raise WrongStatus(message)
     options = {"graph": graph, "reason": reason, "by": by, "step_limit": step_limit}

@@ -141,7 +141,7 @@ class Follower:
     def _waits(self, approvals: list[Approval]) -> list[str]:
         questions = {each.id for each in approvals}
         return [
-            f"{each.run} waits for {waited_for(each, None, absolute=True)}"
+            f"{each.run} waits for {waited_for(each, None, absolute=True)}".replace("for time: ", "")
             for each in self.reader.waits(self.thread_id)
             if each.status == "open" and each.approval_id not in questions
         ]

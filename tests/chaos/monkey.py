@@ -22,6 +22,7 @@ from tests.worker.deployment import Deployment, Worker
 
 _LOOK_SECONDS = 0.05
 _IDLE = 0.1
+_NONE_STARTS = 6
 _UNITS = """
 SELECT 't' || id, version, status, lease_nonce, lease_child FROM keepstep_thread WHERE status = 'ready'
 UNION ALL
@@ -142,6 +143,12 @@ class Monkey:
         """Let go what was stopped for long enough, and replace workers that are gone."""
         while self._later and self._later[0][0] <= time.monotonic():
             heapq.heappop(self._later)[2]()
+        launched = self.servers.deployment.workers
+        last = launched[-_NONE_STARTS:]
+        # One that starts while the database is away may give up; when none can start it is not the monkey's doing.
+        if len(last) == _NONE_STARTS and all(_ended_alone(worker) for worker in last):
+            message = f"workers end by themselves: {last[-1].log.read_text(errors='replace')[-4000:]}"
+            raise RuntimeError(message)
         for _ in range(self.servers.workers - len(self.alive())):
             self.servers.deployment.launch(concurrency=self.servers.concurrency)
 
@@ -215,6 +222,10 @@ class Monkey:
                 servers.to_database.cut()
             case "broker connections cut":
                 servers.to_broker.cut()
+
+
+def _ended_alone(worker: Worker) -> bool:
+    return worker.process.poll() not in {None, -signal.SIGKILL}
 
 
 def _send(pids: list[int], number: signal.Signals) -> None:

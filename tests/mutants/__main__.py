@@ -46,10 +46,12 @@ class Copy:
         for name in [name for name in self._environment if name.startswith(("KEEPSTEP_", "PYTEST_"))]:
             del self._environment[name]
 
-    def write(self, file: str, text: str) -> None:
-        """Write a file of the package."""
-        place = self.package if file.startswith("keepstep/") else self.package / "keepstep"
-        (place / file).write_text(text, encoding="utf-8")
+    def exchange(self, file: str, text: str) -> str:
+        """Give a file of the package another text; return the one it had."""
+        place = (self.package if file.startswith("keepstep/") else self.package / "keepstep") / file
+        before = place.read_text(encoding="utf-8")
+        place.write_text(text, encoding="utf-8")
+        return before
 
     def run(self, *arguments: str) -> subprocess.CompletedProcess[str]:
         """Run a Python module in the copy."""
@@ -131,9 +133,9 @@ def main() -> int:
         _must_pass(copy, [mutant for mutant, _ in chosen])
         for mutant, text in chosen:
             started = time.monotonic()
-            copy.write(mutant.file, text)
+            whole = copy.exchange(mutant.file, text)
             verdict, told = _verdict(copy, mutant)
-            copy.write(mutant.file, (ROOT / mutant.file).read_text(encoding="utf-8"))
+            copy.exchange(mutant.file, whole)
             seconds = time.monotonic() - started
             print(f"{verdict:<9}{seconds:5.1f} s  {mutant.guard}: {mutant.name}", flush=True)  # noqa: T201  a program
             print(f"{'':<18}{told if verdict == 'unclear' else told[:100]}", flush=True)  # noqa: T201  a program

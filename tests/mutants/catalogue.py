@@ -192,7 +192,7 @@ MUTANTS = (
         "the divergence check",
         "a retry may leave out what was done",
         "runtime/effects.py",
-        (("        if left:\n", "        if False:\n"),),
+        (("        if left:\n            message = (\n", "        if False:\n            message = (\n"),),
         (_EFFECTS + "a_retry_that_goes_another_way_blocks", "-k", "sqlite"),
     ),
     Mutant(

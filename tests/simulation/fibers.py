@@ -9,8 +9,10 @@ from __future__ import annotations
 import threading
 from collections.abc import Callable
 
+from keepstep.crashpoints import Died
 
-class SimulatedCrash(BaseException):
+
+class SimulatedCrash(Died):
     """The process that runs this code was killed here. Nothing may catch it, and nothing that it unwinds may write."""
 
 

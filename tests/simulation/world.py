@@ -8,6 +8,7 @@ from collections import Counter
 from collections.abc import Callable
 from random import Random
 
+from keepstep.crashpoints import Died
 from keepstep.errors import DatabaseUnavailable, InvalidInput, StaleLease
 from keepstep.runtime import commands, superstep
 from keepstep.runtime.codec import Codec
@@ -27,7 +28,7 @@ _SORE = {"in effect", "after_intent", "after_call", "before_commit", "before_pen
 _codecs: dict[tuple[str, str], Codec] = {}
 
 
-class Violation(BaseException):
+class Violation(Died):
     """An invariant does not hold."""
 
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import functools
 import threading
 from collections import Counter
 from decimal import Decimal
@@ -11,6 +12,7 @@ from typing import Annotated, Any, TypedDict
 import pytest
 
 from keepstep import END, START, Graph, Retry, append, effect
+from keepstep.crashpoints import Died
 from keepstep.errors import StepError
 from keepstep.store import workers
 
@@ -257,7 +259,7 @@ def test_mails_around_two_questions_are_sent_once_each(deploy):
 # --- not known, or not the same again ---
 
 
-class Killed(BaseException):
+class Killed(Died):
     """Takes the attempt out of the node's hands, as a kill does."""
 
 
@@ -308,6 +310,51 @@ def test_a_node_cannot_swallow_that_an_outcome_is_unknown(deploy):
     assert d.drain() == "blocked"
     assert d.error[0] == "effect_unknown"
     assert outside.calls == ["pay"]
+
+
+def test_what_a_partial_function_was_given_is_part_of_the_call(deploy):
+    outside = Outside()
+
+    def pay(amount):
+        outside.calls.append(amount)
+        return amount
+
+    def body(ctx):
+        amount = 99 + ctx.attempt
+        paid = ctx.effect(functools.partial(pay, amount))
+        if ctx.attempt == 1:
+            raise ConnectionError
+        return paid
+
+    d = deploy(acts(body, retry=AGAIN))
+    d.start()
+    assert d.drain() == "blocked"
+    assert d.error[0] == "diverged"
+    assert outside.calls == [100]
+
+
+def test_an_async_effect_that_nobody_waits_for_ends_and_is_recorded(deploy):
+    outside = Outside()
+    may_end = threading.Event()
+
+    def pay():
+        may_end.wait(20)
+        outside.calls.append("pay")
+        return "paid"
+
+    async def body(ctx):
+        try:
+            async with asyncio.timeout(0.01):
+                await ctx.effect(pay)
+        except TimeoutError:
+            may_end.set()
+        return "went on"
+
+    d = deploy(acts(body, asynchronous=True))
+    d.start()
+    assert d.drain() == "done"
+    assert outside.calls == ["pay"]
+    assert d.effects() == [("pay", "done", 1)]
 
 
 def test_a_read_without_a_result_is_repeated(deploy):

@@ -13,7 +13,8 @@ from typing import Annotated, Any, TypedDict
 import pytest
 
 from keepstep import END, START, Graph, Retry, append
-from keepstep.errors import BrokerUnavailable, InvalidInput
+from keepstep.crashpoints import Died
+from keepstep.errors import DatabaseUnavailable, InvalidInput
 from keepstep.store import workers
 
 
@@ -87,7 +88,7 @@ def test_when_no_attempt_is_left_the_thread_fails_and_can_be_retried(deploy):
         "code": "node_failed",
         "type": "ConnectionError",
         "message": "attempt 2",
-        "where": "test_retry.py:44 in body",
+        "where": "test_retry.py:45 in body",
         "node": "node",
         "run": "node",
     }
@@ -109,11 +110,11 @@ def test_what_every_attempt_would_meet_again_is_one_attempt(deploy, error):
 
 
 def test_a_world_that_is_away_costs_no_attempt(deploy):
-    graph = node_graph(fails(1, BrokerUnavailable))
+    graph = node_graph(fails(1, DatabaseUnavailable))
     d = deploy(graph, retry_in_place_seconds_max=0.0)
     d.start()
     assert d.drain() == "ready"
-    assert (d.thread.row.failures, d.error[0]) == (0, "broker_unavailable")
+    assert (d.thread.row.failures, d.error[0]) == (0, "database_unavailable")
 
 
 def test_an_error_text_keeps_what_it_says(deploy):
@@ -236,7 +237,7 @@ def test_a_node_that_hears_nothing_is_ended_with_its_process(deploy, store_url, 
 
 
 def test_a_node_that_takes_its_process_down_three_times_is_blocked(deploy):
-    class Killed(BaseException):
+    class Killed(Died):
         pass
 
     cured = []
@@ -266,7 +267,7 @@ def test_a_node_that_takes_its_process_down_three_times_is_blocked(deploy):
 
 
 def test_a_deploy_counts_no_death(deploy):
-    class Killed(BaseException):
+    class Killed(Died):
         pass
 
     def body(ctx):
@@ -288,7 +289,7 @@ def test_a_deploy_counts_no_death(deploy):
 
 
 def test_a_commit_forgets_earlier_deaths(deploy):
-    class Killed(BaseException):
+    class Killed(Died):
         pass
 
     graph = Graph("g", state=State)

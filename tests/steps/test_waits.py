@@ -146,7 +146,7 @@ def test_the_same_decision_twice_is_one(deploy):
 @pytest.mark.parametrize(
     ("fields", "error", "text"),
     [
-        ({"verdict": "answer", "answer": 1}, InvalidInput, "approve, reject"),
+        ({"verdict": "answer", "answer": 1}, InvalidInput, "asks for approval"),
         ({"verdict": "reject", "arguments": {"amount": 1}}, InvalidInput, "$.arguments"),
         ({"approval": "01jdz8k3v5w0c9q2m7r4t6y8xa"}, NotFound, "01jdz8k3v5w0c9q2m7r4t6y8xa"),
         ({"tenant": "other"}, NotFound, "there is no approval"),
@@ -268,7 +268,7 @@ def test_an_answer_must_fit_the_question(deploy):
             d.decide("answer", answer=answer)
         assert caught.value.message.startswith(f"{path}: does not fit")
         assert "soon" not in caught.value.message
-    with pytest.raises(InvalidInput, match="answer, reject"):
+    with pytest.raises(InvalidInput, match="asks for an answer"):
         d.decide("approve")
     assert d.dump() == before
     d.decide("answer", answer={"days": 3})
@@ -622,3 +622,36 @@ def test_a_run_after_a_run_asks_anew(deploy):
         d.decide(verdict)
         assert d.drain() == "done"
     assert [entry[1] for entry in d.values()["log"]] == ["approve", "reject"]
+
+
+def test_a_wait_cannot_be_swallowed(deploy):
+    def body(_state, ctx):
+        try:
+            return ctx.approve("Pay?").verdict
+        except BaseException:  # noqa: BLE001  what a careless node does
+            return "went on"
+
+    d = deploy(asks(body))
+    d.start()
+    assert d.drain() == "waiting"
+    d.decide("reject")
+    assert d.drain() == "done"
+    assert d.values()["log"] == ["reject"]
+
+
+def test_an_answer_cannot_be_passed_over(deploy):
+    d = deploy(asks(lambda _state, ctx: ctx.approve("Pay?").verdict if ctx.attempt == 1 else "finished without it"))
+    d.start()
+    d.drain()
+    d.decide("reject")
+    assert d.drain() == "blocked"
+    assert d.error[0] == "diverged"
+
+
+@pytest.mark.parametrize("schema", [{"type": "strin"}, {"pattern": "("}, {"$ref": "#/nowhere"}])
+def test_a_schema_that_cannot_be_used_is_refused_when_it_is_asked(deploy, schema):
+    d = deploy(asks(lambda _state, ctx: said(ctx.ask("How?", schema=schema))))
+    d.start()
+    assert d.drain() == "failed"
+    assert d.error[0] == "invalid_input"
+    assert d.reader.approvals() == []

@@ -99,3 +99,14 @@ def fail(state, ctx):
 
 broken.edge(START, "fail")
 broken.edge("fail", END)
+
+asleep = Graph("asleep", state=Counter)
+
+
+@asleep.node
+def nap(state, ctx):
+    ctx.sleep(3600)
+
+
+asleep.edge(START, "nap")
+asleep.edge("nap", END)

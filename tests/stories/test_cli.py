@@ -128,7 +128,7 @@ def test_an_operator_runs_an_agent_from_beginning_to_end(terminal):
 
     # The worker is still starting: the start is sent again until it is accepted.
     start = terminal.begin(
-        "start", "refunds", "order-81", "order_id=81", 'amount="12.50"', "parts=6", "--wait", "--confirm-timeout", "120"
+        "start", "refunds", "order-81", "order_id=81", "amount=12.50", "parts=6", "--wait", "--confirm-timeout", "120"
     )
     assert start.stderr.readline().split() == ["accepted", "refunds/order-81"]
     asked = terminal.approval("order-81")
@@ -170,7 +170,13 @@ def decide(terminal: Terminal, asked: dict) -> None:
     question = terminal.approval("order-81")
     assert question["schema"] == {"type": "integer"}
     assert "does not fit the question's schema" in terminal.type("answer", question["id"], "soon", code=2)
-    terminal.type("answer", question["id"], "3")
+    wrong = terminal.type("approve", question["id"], code=2)
+    assert f"this asks for an answer, not for an approval: keepstep answer {question['id']} VALUE" in wrong
+    assert "keepstep approvals lists those that are open" in terminal.type("answer", "0zz", "3", code=2)
+    terminal.type("answer", question["id"][:20], "3")
+    deadline = time.monotonic() + 60
+    while "waits for signal goods_returned" not in terminal.type("threads"):
+        assert time.monotonic() < deadline
     sent = terminal.ask("signal", "order-81", "goods_returned", '{"parcel": "P-7"}')
     assert (sent["accepted"], sent["duplicate"]) == (True, False)
 
@@ -217,6 +223,9 @@ def test_a_run_that_reaches_its_step_limit_goes_on_with_a_higher_one(laptop):
     assert endless["state"]["count"] == 55
     assert "keepstep retry a --step-limit N" in laptop.type("show", "a")
 
+    refused = laptop.ask("retry", "a", code=2)
+    assert refused["error"]["code"] == "wrong_status"
+    assert "keepstep retry a --step-limit N" in refused["error"]["message"]
     laptop.type("retry", "a", "--step-limit", "40")
     again = laptop.status("a", "failed")
     assert (again["thread"]["steps"], again["thread"]["error"]["code"]) == (40, "step_limit")
@@ -228,6 +237,9 @@ def test_threads_are_steered(laptop):
     laptop.type("start", "held", "h", "--confirm-timeout", "120")
     refused = laptop.ask("start", "held", "h", "--reject-if-running", code=2)
     assert refused["error"]["code"] == "run_in_progress"
+    laptop.status("h", "ready")
+    behind = laptop.type("start", "held", "h")
+    assert behind.endswith(", queued behind the one that is under way\n")
     queued = laptop.begin("start", "held", "h", "--wait")
     assert queued.stderr.readline().split() == ["accepted", "held/h"]
 
@@ -256,10 +268,53 @@ def test_a_failure_says_what_and_what_to_do(laptop):
     assert re.search(r"b +broken +failed +0 .*node_failed: the shop is closed", laptop.type("threads"))
     unknown = laptop.ask("start", "nosuch", "t", code=2)
     assert unknown["error"]["code"] == "unknown_graph"
-    assert "broken, counting, held, refunds" in unknown["error"]["message"]
+    assert "asleep, broken, counting, held, refunds" in unknown["error"]["message"]
     wrong = laptop.type("start", "counting", "c", "count=many", "colour=red", code=2)
     assert "$.colour: unknown key" in wrong
     assert laptop.ask("show", "c", code=2)["error"]["code"] == "not_found"
+
+
+def test_ctrl_c_lets_running_steps_finish(laptop):
+    worker = laptop.worker()
+    laptop.type("start", "held", "h", "--confirm-timeout", "120")
+    deadline = time.monotonic() + 60
+    while laptop.ask("show", "h")["thread"]["running_on"] is None:
+        assert time.monotonic() < deadline
+
+    worker.send_signal(signal.SIGINT)
+    while "worker_stopping" not in (laptop.folder / "worker.log").read_text():
+        assert time.monotonic() < deadline
+        time.sleep(0.01)
+    (laptop.folder / "release").touch()
+
+    assert worker.wait(30) == 130
+    assert laptop.ask("show", "h")["thread"]["status"] == "done"
+    assert "error:" not in (laptop.folder / "worker.log").read_text()
+
+
+def test_a_worker_whose_graphs_cannot_be_imported_refuses_at_once(laptop):
+    (laptop.folder / "syn.py").write_text("def (\n")
+    (laptop.folder / "imp.py").write_text("import json\nimport no_such_module\n")
+    assert laptop.begin("worker", "syn.py", "-c", "1").communicate(timeout=60)[1].splitlines()[-1] == (
+        "error: syn.py cannot be imported: SyntaxError: invalid syntax (syn.py, line 1)"
+    )
+    process = laptop.begin("worker", "imp.py", "-c", "1")
+    lines = process.communicate(timeout=60)[1].splitlines()
+    assert process.returncode == 1
+    assert lines[-2:] == [
+        "  imp.py:2 in <module>: import no_such_module",
+        "error: imp.py cannot be imported: ModuleNotFoundError: No module named 'no_such_module'",
+    ]
+    assert not any("worker_died" in line or "Traceback" in line for line in lines)
+
+
+def test_a_wait_for_time_is_told_once_with_its_time(laptop):
+    laptop.worker()
+    err = laptop.type("start", "asleep", "z", "--wait", "--timeout", "3", "--confirm-timeout", "120", code=1)
+    waiting = [line for line in err.splitlines() if line.startswith("waiting")]
+    assert len(waiting) == 1
+    assert re.fullmatch(r"waiting +nap waits until \d{4}-\d\d-\d\d \d\d:\d\d:\d\d", waiting[0])
+    assert re.search(r"z +asleep +waiting .* waits until \d{4}-", laptop.type("threads"))
 
 
 def test_following_can_be_stopped_and_the_run_goes_on(laptop):

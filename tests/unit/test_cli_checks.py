@@ -62,6 +62,20 @@ def test_a_setting_that_cannot_be_is_a_problem(monkeypatch, capsys):
     assert "sweep_seconds" in checks[0][2]
 
 
+def test_the_options_that_were_given_are_named(sqlite_url, capsys):
+    checks = examined(capsys, "--database", sqlite_url, "--tenant", "acme", code=0)
+    assert found(checks, "settings", "ok") == [("from --database, --tenant; tenant acme, queues keepstep.*", None)]
+
+
+def test_places_that_cannot_be_written_to_are_problems(capsys, monkeypatch, tmp_path):
+    monkeypatch.setattr("os.access", lambda *_: False)  # root may write everywhere
+    checks = examined(capsys, code=1)
+    what = f".keepstep cannot be made in {tmp_path}: permission denied"
+    way_out = "let this user write there, or set KEEPSTEP_DATABASE and KEEPSTEP_BROKER"
+    assert found(checks, "database", "problem") == [(what, way_out)]
+    assert found(checks, "broker", "problem") == [(f"file://.keepstep/broker: {what}", way_out)]
+
+
 def test_a_window_that_one_late_renewal_breaks_is_a_problem(monkeypatch, capsys):
     monkeypatch.setenv("KEEPSTEP_LIVENESS_WINDOW_SECONDS", "4")
     [(text, way_out)] = found(examined(capsys, code=1), "settings", "problem")
@@ -197,4 +211,7 @@ def test_blocked_threads_are_a_warning(capsys, sqlite_url):
     store.dispose()
     [(text, way_out)] = found(examined(capsys, "--database", sqlite_url, code=0), "threads", "warning")
     assert text == "1 blocked: each needs an operator"
-    assert way_out == f"keepstep --database {sqlite_url} threads --status blocked, then retry them"
+    assert way_out == (
+        f"keepstep --database {sqlite_url} threads --status blocked; keepstep --database {sqlite_url} show THREAD "
+        "says the way out of each"
+    )

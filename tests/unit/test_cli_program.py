@@ -273,12 +273,12 @@ def test_ctrl_c_while_nobody_answers(tmp_path):
     ("arguments", "expected"),
     [
         (
-            ["start", "g", "t", "a=1", "b=x", "--request-id", "r", "--reject-if-running", "--step-limit", "9"],
+            ["start", "g", "t", "a=[1]", "b=1.50", "--request-id", "r", "--reject-if-running", "--step-limit", "9"],
             {
                 "verb": "start",
                 "graph": "g",
                 "thread": "t",
-                "input": {"a": 1, "b": "x"},
+                "input": {"a": [1], "b": "1.50"},
                 "request_id": "r",
                 "if_running": "reject",
                 "step_limit": 9,

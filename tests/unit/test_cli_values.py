@@ -39,14 +39,37 @@ def test_a_value_is_json_or_else_text(written, meant):
 
 
 @pytest.mark.parametrize(
+    ("written", "meant"),
+    [
+        ("120", "120"),
+        ("12.50", "12.50"),
+        ("0.12345678901234567890", "0.12345678901234567890"),
+        ("true", "true"),
+        ("0081", "0081"),
+        ("NaN", "NaN"),
+        ("nullable", "nullable"),
+        ("null", None),
+        ('"null"', "null"),
+        ("[1, 2]", [1, 2]),
+        ('{"a": 1}', {"a": 1}),
+        ("[urgent] call back", "[urgent] call back"),
+    ],
+)
+def test_a_pairs_value_is_a_text_unless_it_is_written_as_json(written, meant):
+    found = values.from_pairs([f"x={written}"])["x"]
+    assert found == meant
+    assert type(found) is type(meant)
+
+
+@pytest.mark.parametrize(
     ("written", "problem"),
     [
-        ("0.12345678901234567890", "does not fit a 64-bit number"),
-        ("1e999", "does not fit a 64-bit number"),
+        ("[0.12345678901234567890]", "does not fit a 64-bit number"),
+        ("[1e999]", "does not fit a 64-bit number"),
         ('{"a": 1, "a": 2}', "one key twice"),
-        ("NaN", "NaN is not JSON"),
+        ("[NaN]", "NaN is not JSON"),
         ("[" * 100_000 + "]" * 100_000, "too many objects"),
-        ("9" * 5000, "too many digits"),
+        ("[" + "9" * 5000 + "]", "too many digits"),
     ],
 )
 def test_what_would_be_rounded_or_guessed_is_refused_naming_its_key(written, problem):
@@ -56,7 +79,7 @@ def test_what_would_be_rounded_or_guessed_is_refused_naming_its_key(written, pro
 
 
 def test_pairs_make_an_object():
-    assert values.from_pairs(["a=1", "b=x=y", "c=", "d=[1]"]) == {"a": 1, "b": "x=y", "c": "", "d": [1]}
+    assert values.from_pairs(["a=1", "b=x=y", "c=", "d=[1]"]) == {"a": "1", "b": "x=y", "c": "", "d": [1]}
     assert values.from_pairs([]) == {}
 
 

@@ -287,3 +287,17 @@ def test_a_producer_service_loads_no_database_and_no_runtime():
     )
     done = subprocess.run([sys.executable, "-c", code], check=False, capture_output=True, text=True)
     assert (done.returncode, done.stderr) == (0, "")
+
+
+def test_a_message_that_nobody_takes_is_sent_again_a_few_times_only(tmp_path, monkeypatch):
+    # A tenth of the real pauses and of the time that the command line waits.
+    monkeypatch.setattr("keepstep.client._RESEND_SECONDS_MIN", 0.2)
+    monkeypatch.setattr("keepstep.client._RESEND_SECONDS_MAX", 1.0)
+    url = f"file://{tmp_path}/broker"
+    with Client(url, confirm=True, timeout=1.0) as client, pytest.raises(errors.NotConfirmed):
+        client.pause("t")
+    with broker.connection(url, commands=True, queue="keepstep", timeout_seconds=1) as connection:
+        queue = broker.commands_queue(url, "keepstep")(connection.channel())
+        bodies = [message.body for message in iter(lambda: queue.get(no_ack=True), None)]
+    assert 2 <= len(bodies) <= 3
+    assert len(set(bodies)) == 1

@@ -11,7 +11,7 @@ from keepstep.runtime import edits
 @pytest.mark.parametrize(
     ("original", "edited"),
     [
-        ({"amount": 1, "to": "x"}, {"amount": 2.5, "to": "y"}),
+        ({"amount": 1, "to": "x"}, {"amount": 2.0, "to": "y"}),
         ({"items": ["a", "b"]}, {"items": []}),
         ({"deep": {"x": True}}, {"deep": {"x": False}}),
         ({"amount": {"$": "decimal", "v": "1.5"}}, {"amount": "2.50"}),
@@ -38,6 +38,7 @@ def test_values_may_be_edited(original, edited):
         ({"deep": {"x": 1}}, {"deep": []}, "$.arguments.deep: is an object and cannot be edited to a list"),
         ({"amount": {"$": "decimal", "v": "1"}}, {"amount": "two"}, "$.arguments.amount: must be readable as decimal"),
         (["a"], {}, "$.arguments: is a list and cannot be edited to an object"),
+        ({"amount": 1}, {"amount": 1.5}, "$.arguments.amount: is a whole number and cannot be edited to 1.5"),
     ],
 )
 def test_names_and_kinds_may_not(original, edited, refusal):

@@ -113,10 +113,30 @@ def test_every_graph_that_does_not_hold_together_is_named(tmp_path):
     assert "'second'" in second
 
 
-def test_an_error_in_a_sources_own_code_is_not_dressed_up(tmp_path):
-    graph_file(tmp_path, "needs.py", "import a_module_that_is_not_there")
+@pytest.mark.parametrize("source", ["needs", "needs.py"])
+def test_an_error_in_a_sources_own_code_is_told_with_the_places_in_it_alone(tmp_path, source):
+    (tmp_path / "helper.py").write_text('import json\n\n\ndef read():\n    return json.loads("{")\n')
+    (tmp_path / "needs.py").write_text("from helper import read\n\nread()\n")
 
-    with pytest.raises(ModuleNotFoundError, match="a_module_that_is_not_there"):
-        carried.load(["needs"])
-    with pytest.raises(ModuleNotFoundError, match="a_module_that_is_not_there"):
-        carried.load(["needs.py"])
+    with pytest.raises(carried.CannotImport) as raised:
+        carried.load([source])
+
+    assert raised.value.message.startswith(f"{source} cannot be imported: JSONDecodeError: Expecting property name")
+    assert raised.value.frames == ("needs.py:3 in <module>: read()", 'helper.py:5 in read: return json.loads("{")')
+
+
+def test_a_file_that_is_no_python_is_told_in_one_line(tmp_path):
+    (tmp_path / "syn.py").write_text("def (\n")
+
+    with pytest.raises(carried.CannotImport) as raised:
+        carried.load(["syn.py"])
+
+    assert raised.value.message == "syn.py cannot be imported: SyntaxError: invalid syntax (syn.py, line 1)"
+    assert raised.value.frames == ()
+
+
+def test_a_module_that_leaves_at_import_does_not_end_the_worker_in_silence(tmp_path):
+    (tmp_path / "leaves.py").write_text("import sys\nsys.exit('go away')\n")
+
+    with pytest.raises(carried.CannotImport, match=r"^leaves cannot be imported: SystemExit: go away$"):
+        carried.load(["leaves"])

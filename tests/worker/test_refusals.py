@@ -25,7 +25,7 @@ def test_an_unknown_schema(tmp_path, empty_postgresql_url):
         assert "keepstep db upgrade" in event["reason"]
         with pytest.raises(AssertionError, match="worker_refused"):
             deployment.supervised()
-        assert deployment.workers[-1].process.wait(30) == 1
+        assert deployment.workers[-1].process.wait(30) == EXIT_REFUSED
 
 
 def test_no_graphs(tmp_path, sqlite_url):

@@ -49,6 +49,7 @@ def upgrade() -> None:
         sa.Column("actor", sa.Text(), nullable=False),
         sa.Column("action", sa.Text(), nullable=False),
         sa.Column("command_id", sa.Text(), nullable=True),
+        sa.Column("command_digest", sa.LargeBinary(), nullable=True),
         sa.Column("detail", sa.Text(), nullable=True),
         sa.Column("at", sa.Float(precision=53), nullable=False),
         sa.PrimaryKeyConstraint("id"),

@@ -522,7 +522,7 @@ def test_a_subgraph_that_writes_the_value_it_was_sent_passes_it_through():
 def test_a_send_that_does_not_fit_the_subgraph_is_refused():
     graph = graph_of()
     graph.node(inner_of("x"))
-    graph.route(START, lambda state: Send("sub", {"n": "7"}), to=["sub"])
+    graph.route(START, lambda state: Send("sub", {"n": "seven"}), to=["sub"])
     with pytest.raises(
         StateError, match=r"^subgraph 'sub#0' cannot be entered: .*\$\.n: Input should be a valid integ"
     ):

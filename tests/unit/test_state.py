@@ -168,7 +168,7 @@ def test_an_input_of_exact_values_in_json_shapes_fits_too():
     ("given", "said"),
     [
         ({"id": 5}, "$.id: Input should be a valid string"),
-        ({"count": "5"}, "$.count: Input should be a valid integer"),
+        ({"count": "five"}, "$.count: Input should be a valid integer"),
         ({"count": True}, "$.count: Input should be a valid integer"),
         ({"lines": [{"sku": "a", "price": "1"}, {"sku": "b"}]}, "$.lines.1.price: Field required"),
         ({"client": {"name": "Ann", "age": "old"}}, "$.client.age: Input should be a valid integer"),
@@ -428,7 +428,7 @@ def test_what_cannot_be_resolved_or_reduced_is_told_with_the_way_out():
         ({"size": [1, 2]}, "$.size: Input should be a valid tuple"),
         ({"lines": [Line("a", Decimal(1)), {"sku": "b", "price": Decimal(1)}]}, "$.lines.1: Input should be an inst"),
         ({"log": 5}, "$.log.0: Input should be a valid string"),
-        ({"count": "5"}, "$.count: Input should be a valid integer"),
+        ({"count": "five"}, "$.count: Input should be a valid integer"),
         ({"limited": -1}, "$.limited: Input should be greater than 0"),
         ({"client": {"name": "Ann"}}, "$.client: Input should be an instance of Client"),
         ({"points": {"a": (1, 2)}}, "$.points.a: Input should be an instance of Point"),
@@ -619,3 +619,9 @@ def test_what_is_new_in_a_whole_value(reducer, old, new, update):
 )
 def test_same_is_exact(one, other, expected):
     assert same(one, other) is expected
+
+
+@pytest.mark.parametrize(("text", "value"), [("5", 5), ("-7", -7)])
+def test_a_command_line_has_nothing_but_texts(text, value):
+    assert ORDER.initial({"count": text})["count"] == value
+    assert type(ORDER.fitted({"count": text})["count"]) is int

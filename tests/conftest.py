@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+import signal
 import sqlite3
 from collections.abc import Iterator
 from contextlib import closing
@@ -18,6 +19,10 @@ if TYPE_CHECKING:
     from keepstep.store.engine import Store
 
 pytest_plugins = ["pytester", "tests.skips"]
+
+# A shell gives what it starts in the background an ignored SIGINT, which every process below inherits: tests that press
+# Ctrl+C would press it in vain.
+signal.signal(signal.SIGINT, signal.default_int_handler)
 
 
 # --- servers: one of each for the whole run ---------------------------------------------------------------------------

@@ -11,6 +11,7 @@ from types import ModuleType
 import pytest
 
 from keepstep.settings import Settings
+from keepstep.store.status import TRANSITIONS
 
 ROOT = Path(__file__).parents[2]
 PAGES = [ROOT / "README.md", *sorted((ROOT / "docs").glob("*.md"))]
@@ -92,3 +93,10 @@ def test_every_setting_is_documented_with_its_default():
         name: "none" if field.default == () else f"`{field.default}`" for name, field in Settings.model_fields.items()
     }
     assert {name: documented.get(name) for name in shown} == shown
+
+
+def test_the_drawing_of_the_statuses_is_the_table():
+    text = (ROOT / "docs" / "operating.md").read_text(encoding="utf-8")
+    drawn = re.findall(r"^    (\w+) --> (\w+): (.*)$", text, flags=re.MULTILINE)
+
+    assert drawn == [(old, new, why) for old, follows in TRANSITIONS.items() for new, why in follows.items()]

@@ -128,6 +128,7 @@ def part(state, ctx):
     note("starts", ctx.thread, "part", state["item"])
     if state["item"] == 1 and (FOLDER / "hold-part").exists():
         wait_for("release")
+    note("ends", ctx.thread, "part", state["item"])
     return {"seen": [state["item"]]}
 
 

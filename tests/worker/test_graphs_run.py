@@ -105,3 +105,22 @@ def test_a_worker_that_is_asked_to_stop_finishes_what_runs_and_leaves(deployment
     # The node that ran was finished and committed; what comes next waits for another worker.
     assert deployment.counts("starts") == Counter({"h before": 1, "h hold": 1})
     assert deployment.query("SELECT name, status, seq, deaths FROM keepstep_thread") == [("h", "ready", 2, 0)]
+
+
+def test_with_room_for_one_all_parts_of_a_fan_out_run_one_after_the_other(deployment):
+    deployment.worker(concurrency=1)
+
+    deployment.start("fan", "f", count=6)
+    deployment.ended("f")
+
+    times = [
+        (float(start[-1]), float(end[-1]))
+        for item in range(6)
+        for start, end in zip(
+            deployment.started(f"f part {item}"), deployment.noted("ends", f"f part {item}"), strict=True
+        )
+    ]
+    assert len(times) == 6
+    in_order = sorted(times)
+    assert all(end <= start for (_, end), (start, _) in zip(in_order, in_order[1:], strict=False))
+    assert deployment.counts("starts")["f join"] == 1

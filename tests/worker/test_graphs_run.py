@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 import os
 from collections import Counter
 
@@ -122,5 +123,5 @@ def test_with_room_for_one_all_parts_of_a_fan_out_run_one_after_the_other(deploy
     ]
     assert len(times) == 6
     in_order = sorted(times)
-    assert all(end <= start for (_, end), (start, _) in zip(in_order, in_order[1:], strict=False))
+    assert all(end <= start for (_, end), (start, _) in itertools.pairwise(in_order))
     assert deployment.counts("starts")["f join"] == 1

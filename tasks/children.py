@@ -44,6 +44,10 @@ class Children(Service):
         self._watched: dict[int, Any] = {}
         self._ended: set[int] = set()
 
+    def watch(self, process: Any) -> None:
+        """Watch a child from its start: one that lives for less than a look would be seen by none."""
+        self._watched[process.pid] = process
+
     def work(self) -> float:
         """Find children that ended since the last look, and release their leases."""
         present = {process.pid: process for process in self._processes() if process.pid}
@@ -52,7 +56,8 @@ class Children(Service):
         self._watched.update({pid: process for pid, process in present.items() if pid not in self._ended})
         for pid, process in list(self._watched.items()):
             ending = _ending(process)
-            if ending is None and pid in present:
+            # A child that was started during this look is not in its list.
+            if ending is None and (pid in present or _exists(pid)):
                 continue
             self._release(pid, ending or "it is gone")
             del self._watched[pid]
@@ -70,6 +75,14 @@ class Children(Service):
             if nudges or ending not in _ORDINARY:
                 log.warning("child_lost", worker_id=self._worker_id, pid=pid, reason=ending, released=len(nudges))
             self._publish(nudges)
+
+
+def _exists(pid: int) -> bool:
+    try:
+        os.kill(pid, 0)
+    except ProcessLookupError:
+        return False
+    return True
 
 
 def _ending(process: Any) -> str | None:

@@ -96,6 +96,9 @@ class KeepstepStep(bootsteps.StartStopStep):
             # Celery is told of a child's death by a pipe that closes just before the child can be collected. It looks
             # once, often too early, and then not for 5 s, in which the child's place in the pool takes no work.
             parent.hub.call_repeatedly(_COLLECT_SECONDS, parent.pool._pool.maintain_pool)  # noqa: SLF001  as below
+            for service in self._living:
+                if isinstance(service, Children):
+                    _tell_of_births(parent.pool._pool, service)  # noqa: SLF001  as below
         for service in (*self._living, *self._receiving):
             service.start()
         log.info("worker_started", worker_id=self._registration.worker_id)
@@ -142,6 +145,18 @@ def _processes_of(parent: Any) -> Callable[[], Iterable[Any]]:
         return list(pool._pool) if pool is not None else []  # noqa: SLF001
 
     return processes
+
+
+def _tell_of_births(pool: Any, children: Children) -> None:
+    """Have a pool tell of every child that it starts from now on."""
+    create = pool._create_worker_process  # noqa: SLF001  billiard has no other way to hear of it
+
+    def created(index: int) -> Any:
+        child = create(index)
+        children.watch(child)
+        return child
+
+    pool._create_worker_process = created  # noqa: SLF001  as above
 
 
 def _own_runtime(

@@ -10,7 +10,7 @@ from __future__ import annotations
 from dataclasses import dataclass
 from typing import Any, NamedTuple
 
-from sqlalchemy import and_, case, func, select, update
+from sqlalchemy import and_, case, select, update
 from sqlalchemy.dialects.postgresql import insert as postgresql_insert
 from sqlalchemy.dialects.sqlite import insert as sqlite_insert
 from sqlalchemy.sql.base import Executable
@@ -109,14 +109,6 @@ _END = Statement(
         .returning(effect.c.call)
     )
 )
-_COUNTS = Statement(
-    lambda _dialect: (
-        select(effect.c.name, effect.c.state, func.count(), func.sum(effect.c.calls))
-        .where(effect.c.thread_id == param("thread_id"))
-        .group_by(effect.c.name, effect.c.state)
-        .order_by(effect.c.name, effect.c.state)
-    )
-)
 
 
 def of_run(store: Store, thread_id: str, step: str, run: str) -> list[EffectState]:
@@ -177,8 +169,3 @@ def finish(
     """Record what came of an intent, fenced by the intent's own nonce; False when another attempt has taken it over."""
     values = {"thread_id": key.thread_id, "step": key.step, "run": key.run, "call": key.call, "nonce": nonce}
     return bool(store.rows(_END, {**values, "state": state, "result": result, "error": error}))
-
-
-def counts(store: Store, thread_id: str) -> list[tuple[str, str, int, int]]:
-    """Return (name, state, effects, calls) of a thread's journal."""
-    return [(row[0], row[1], int(row[2]), int(row[3])) for row in store.rows(_COUNTS, {"thread_id": thread_id})]

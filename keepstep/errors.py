@@ -46,6 +46,15 @@ class UnknownGraph(InvalidInput):
     code = "unknown_graph"
 
 
+class NotCarried(UnknownGraph):
+    """No worker carries the thread's graph in its version."""
+
+    code = "not_carried"
+
+    elsewhere = False
+    """Whether another live worker carries it."""
+
+
 class StateError(InvalidInput):
     """A state or an update does not fit the graph's state schema."""
 
@@ -128,6 +137,19 @@ class WrongStatus(Conflict):
     """The thread's status does not allow that."""
 
     code = "wrong_status"
+
+
+class StepRunning(Conflict):
+    """The thread's step is running."""
+
+    code = "step_running"
+    retryable = True
+
+
+class StaleEdit(Conflict):
+    """The thread has moved on since its state was looked at."""
+
+    code = "stale_edit"
 
 
 # --- what happened to a step: recorded on the thread ---

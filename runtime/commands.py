@@ -30,7 +30,7 @@ from keepstep.errors import (
     WrongStatus,
 )
 from keepstep.ids import checked_name, new_id
-from keepstep.runtime import edits, planner
+from keepstep.runtime import edits, planner, stateedits
 from keepstep.runtime.codec import view
 from keepstep.runtime.compiled import CompiledGraph
 from keepstep.runtime.environment import Runtime
@@ -86,6 +86,20 @@ class SignalMessage(Protocol):
     payload: Any
 
 
+class EditMessage(Protocol):
+    """A change of a thread's state by a person."""
+
+    id: str
+    tenant: str
+    application: str
+    graph: str | None
+    thread: str
+    values: Any
+    by: str
+    reason: str | None
+    expect: int | str | None
+
+
 class ControlMessage(Protocol):
     """pause, resume, cancel or retry."""
 
@@ -116,13 +130,15 @@ def accept(runtime: Runtime, message: Any) -> Accepted:
     """Apply a command; return what was accepted, after its commit.
 
     Raises the typed error that its sender is to get: `UnknownGraph`, `StateError`, `NotFound`, `Ambiguous`,
-    `Conflict` and its kinds; then nothing was written. Raises `DatabaseUnavailable` when nothing is known yet.
+    `Conflict` and its kinds; then nothing was written. Raises `DatabaseUnavailable` when nothing is known yet, and
+    `NotCarried` when another worker may be able to accept it.
     """
     handlers: dict[str, Callable[[Runtime, Transaction, Any], Accepted]] = {
         "start": _start,
         "decide": _decide,
         "signal": _signal,
         "control": _control,
+        "edit": _edit,
     }
     handler = handlers[message.verb]
 
@@ -362,7 +378,7 @@ def _signal(runtime: Runtime, transaction: Transaction, message: SignalMessage) 
     return Accepted(found.id, nudges=[nudge] if nudge else [])
 
 
-def _one_thread(transaction: Transaction, message: SignalMessage | ControlMessage) -> ThreadState:
+def _one_thread(transaction: Transaction, message: SignalMessage | ControlMessage | EditMessage) -> ThreadState:
     """Return the one thread that a message means, by name or id, locked."""
     graph, name = message.graph, message.thread
     found = [
@@ -414,3 +430,15 @@ def _refuse_ended(found: ThreadState, what: str, *, but: tuple[str, ...] = ()) -
     if found.status in ENDED and found.status not in but:
         text = f"thread {found.name!r} is {found.status} and cannot be {what}"
         raise WrongStatus(text)
+
+
+# --- edit ---
+
+
+def _edit(runtime: Runtime, transaction: Transaction, message: EditMessage) -> Accepted:
+    found = _one_thread(transaction, message)
+    edited = stateedits.edit(
+        runtime, transaction, found, message.values, by=message.by, reason=message.reason, expect=message.expect
+    )
+    _audit(transaction, message, found.id, "edit", message.by, edited.detail)
+    return Accepted(found.id, found.run_id, nudges=edited.nudges)

@@ -209,7 +209,7 @@ def _prepared(runtime: Runtime, node_run: NodeRun, deadline: float) -> Attempt:
     attempt = Attempt(place, journal, book, codec, run.failures)
     if load:
         attempt.published = functools.cache(
-            lambda: checkpoints.events_published(runtime.store, thread.id, fence.seq, run.id)
+            lambda: checkpoints.events_published(runtime.store, thread.id, node_run.step, fence.seq, run.id)
         )
     return attempt
 

@@ -92,7 +92,7 @@ def _step(runtime: Runtime, claim: Claim) -> list[Nudge]:
     step = head.cursor.key or _key(claim.fence)
     runs = planner.due(graph, head.cursor, head.channels)
     if claim.thread.fanned:
-        return _join(runtime, claim, graph, head, runs)
+        return _join(runtime, claim, graph, head, step, runs)
     _check_deaths(runtime, claim, [run.id for run in runs])
     if len(runs) > 1:
         return _fan_out(runtime, claim, graph, step, runs)
@@ -302,7 +302,9 @@ def _as_due(runtime: Runtime, claim: Claim, graph: CompiledGraph) -> tuple[DueRu
     raise GraphError(message)
 
 
-def _join(runtime: Runtime, claim: Claim, graph: CompiledGraph, head: Head, runs: Sequence[DueRun]) -> list[Nudge]:
+def _join(
+    runtime: Runtime, claim: Claim, graph: CompiledGraph, head: Head, step: str, runs: Sequence[DueRun]
+) -> list[Nudge]:
     """Every node run has ended: put their pending writes together, or say which of them cannot go on."""
     rows = outcomes.node_runs(runtime.store, claim.thread.id, claim.fence.branch, claim.fence.seq)
     for status in (BLOCKED, FAILED):
@@ -318,7 +320,7 @@ def _join(runtime: Runtime, claim: Claim, graph: CompiledGraph, head: Head, runs
         message = f"node run {missing[0]!r} is due and was not fanned out"
         raise StepError(message)
     ran = [_ran(row.run, row.starts, 0) for row in rows]
-    return _advance(runtime, claim, graph, head, results, ran=ran, events=(), step=_key(claim.fence))
+    return _advance(runtime, claim, graph, head, results, ran=ran, events=(), step=step)
 
 
 # --- the commit ---

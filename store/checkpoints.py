@@ -191,7 +191,12 @@ _EVENTS_OF_RUN = Statement(
     lambda _dialect: (
         select(func.count())
         .select_from(event)
-        .where(event.c.thread_id == param("thread_id"), event.c.seq == param("seq"), event.c.run == param("run"))
+        .where(
+            event.c.thread_id == param("thread_id"),
+            event.c.seq >= param("first"),
+            event.c.seq <= param("seq"),
+            event.c.run == param("run"),
+        )
     )
 )
 _SETTLE_WAITS = Statement(
@@ -299,7 +304,7 @@ def _commit_with_company(store: Store, fence: Fence, new: NewCheckpoint, params:
             committed = Committed(*row[:4])
         else:
             committed = Committed(*row[2:6])
-            transaction.run(_INSERT_CHECKPOINT, {**params, "thread_id": fence.thread_id, "branch": fence.branch})
+            insert_checkpoint(transaction, fence.thread_id, fence.branch, new)
         run_params = {"run_id": new.run_id, "status": new.status, "error": new.error, "run_steps": new.run_steps}
         if new.begins_run:
             transaction.run(_RUN_BEGINS, run_params)
@@ -311,6 +316,12 @@ def _commit_with_company(store: Store, fence: Fence, new: NewCheckpoint, params:
         insert_events(transaction, fence, new.tenant, new.run_id, new.events)
         reach("inside_commit", f"{new.kind}/{new.seq}")
     return committed
+
+
+def insert_checkpoint(transaction: Transaction, thread_id: str, branch: int, new: NewCheckpoint) -> None:
+    """Write a checkpoint's row; making it the thread's head is the caller's."""
+    values = {name: getattr(new, name) for name in (*_VALUES, "parent_digest")}
+    transaction.run(_INSERT_CHECKPOINT, {**values, "thread_id": thread_id, "branch": branch})
 
 
 def insert_events(
@@ -331,9 +342,13 @@ def insert_events(
         )
 
 
-def events_published(store: Store, thread_id: str, seq: int, run: str) -> int:
-    """Return how many events a node run has published in the step that will write checkpoint `seq`."""
-    return int(store.rows(_EVENTS_OF_RUN, {"thread_id": thread_id, "seq": seq, "run": run})[0][0])
+def events_published(store: Store, thread_id: str, step: str, seq: int, run: str) -> int:
+    """Return how many events a node run has published in the step of a key that will write checkpoint `seq`.
+
+    The key ends with the seq that the step began under; between the two there are edits of the state and nothing else.
+    """
+    first = int(step.rpartition("/")[2])
+    return int(store.rows(_EVENTS_OF_RUN, {"thread_id": thread_id, "first": first, "seq": seq, "run": run})[0][0])
 
 
 def next_run(store: Store, thread_id: str) -> QueuedRun | None:
@@ -348,4 +363,14 @@ def history(store: Store, thread_id: str, branch: int) -> list[tuple[CheckpointR
     return [(checkpoint_row(row[:-1]), row[-1]) for row in rows]
 
 
-__all__ = ["Committed", "NewCheckpoint", "NewEvent", "QueuedRun", "commit", "history", "insert_events", "next_run"]
+__all__ = [
+    "Committed",
+    "NewCheckpoint",
+    "NewEvent",
+    "QueuedRun",
+    "commit",
+    "history",
+    "insert_checkpoint",
+    "insert_events",
+    "next_run",
+]

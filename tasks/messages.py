@@ -126,6 +126,27 @@ class Control(Message):
         return self
 
 
+class Edit(Message):
+    """Replace values in a thread's state, between two steps. Each is the key's whole new value, past any reducer."""
+
+    verb: Literal["edit"] = Field(description="Always `edit`.")
+    application: Name = Field("default", description="The application that the thread belongs to.")
+    graph: Name | None = Field(
+        None, description="The graph's name; needed when threads of several graphs share the name."
+    )
+    thread: Name = Field(description="The thread's name.")
+    values: dict[str, Any] = Field(
+        min_length=1, description="State keys and their new values: checked against the graph's state schema."
+    )
+    by: Name = Field(description="Who edits; it stands in the history and in the audit.")
+    reason: Text | None = Field(None, description="Why, for people.")
+    expect: Annotated[int, Field(ge=0)] | Name | None = Field(
+        None,
+        description="The seq or the id of the checkpoint that was looked at: the edit is refused when the thread has "
+        "another one by now.",
+    )
+
+
 class ErrorPart(BaseModel):
     """Why a command was refused."""
 
@@ -151,12 +172,13 @@ class Reply(BaseModel):
     error: ErrorPart | None = Field(None, description="With `refused`: why.")
 
 
-Command = Start | Decide | SignalMessage | Control
-_MODELS: dict[str, type[Start | Decide | SignalMessage | Control]] = {
+Command = Start | Decide | SignalMessage | Control | Edit
+_MODELS: dict[str, type[Command]] = {
     "start": Start,
     "decide": Decide,
     "signal": SignalMessage,
     "control": Control,
+    "edit": Edit,
 }
 
 
@@ -302,6 +324,13 @@ _EXAMPLES: dict[str, dict[str, Any]] = {
     "decide": {"approval": "01jdz8k3v5w0c9q2m7r4t6y8xa", "verdict": "approve", "by": "anna@example.com"},
     "signal": {"graph": "refunds", "thread": "order-81", "name": "goods_returned", "payload": {"parcel": "P-7"}},
     "control": {"graph": "refunds", "thread": "order-81", "action": "pause", "reason": "Under review"},
+    "edit": {
+        "graph": "refunds",
+        "thread": "order-81",
+        "values": {"amount": "10.00"},
+        "by": "anna@example.com",
+        "expect": 3,
+    },
 }
 _EXAMPLE_ID = "01jdz8jzmt3n5e7p9a1s4d6f8g"
 

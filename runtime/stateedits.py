@@ -116,8 +116,8 @@ def _check_idle(transaction: Transaction, found: ThreadState, at: EditedHead) ->
     what = "its step is running" if at.is_held else f"node run {running[0]!r} is running"
     more = f" (and {len(running) - 1} others)" if len(running) > 1 else ""
     text = (
-        f"thread {found.name!r} cannot be edited now: {what}{more}. Pause the thread, which lets what is running end and "
-        "begins nothing else, then edit its state, then resume it"
+        f"thread {found.name!r} cannot be edited now: {what}{more}. Pause the thread, which lets what is running end "
+        "and begins nothing else, then edit its state, then resume it"
     )
     raise StepRunning(text)
 
@@ -126,8 +126,8 @@ def _not_carried(transaction: Transaction, found: ThreadState, at: EditedHead) -
     elsewhere = stateedits.is_carried_by_anybody(transaction, carried_key(found.agent, at.graph_version))
     who = "the worker that took the edit does not carry" if elsewhere else "no live worker carries"
     error = NotCarried(
-        f"{who} graph {found.agent!r} version {at.graph_version!r}, whose state schema an edit of thread {found.name!r} "
-        "is checked against: run a worker with the module that defines it, then edit again"
+        f"{who} graph {found.agent!r} version {at.graph_version!r}, whose state schema an edit of thread "
+        f"{found.name!r} is checked against: run a worker with the module that defines it, then edit again"
     )
     error.elsewhere = elsewhere
     return error

@@ -10,7 +10,16 @@ import json
 import math
 from typing import Annotated, Any, Literal, NoReturn, Self
 
-from pydantic import AfterValidator, BaseModel, ConfigDict, Field, StringConstraints, ValidationError, model_validator
+from pydantic import (
+    AfterValidator,
+    BaseModel,
+    ConfigDict,
+    Field,
+    PlainValidator,
+    StringConstraints,
+    ValidationError,
+    model_validator,
+)
 from pydantic_core import PydanticCustomError
 
 from keepstep.errors import InvalidMessage, KeepstepError, NotStorable, TooLarge, UnsupportedVersion
@@ -30,6 +39,19 @@ Name = Annotated[str, StringConstraints(min_length=1, max_length=200), AfterVali
 """1 to 200 printable characters."""
 Text = Annotated[str, StringConstraints(max_length=10_000)]
 """Up to 10,000 characters for people to read."""
+
+
+def _seq_or_id(value: object) -> int | str:
+    if type(value) is int and value >= 0:
+        return value
+    if isinstance(value, str) and 0 < len(value) <= 200 and value.isprintable():  # noqa: PLR2004  as in Name
+        return value
+    kind, text = "seq_or_id", "Input should be a checkpoint's seq (a whole number) or its id"
+    raise PydanticCustomError(kind, text)
+
+
+SeqOrId = Annotated[int | str, PlainValidator(_seq_or_id, json_schema_input_type=int | str)]
+"""A checkpoint by its seq or by its id."""
 
 
 class Message(BaseModel):
@@ -140,7 +162,7 @@ class Edit(Message):
     )
     by: Name = Field(description="Who edits; it stands in the history and in the audit.")
     reason: Text | None = Field(None, description="Why, for people.")
-    expect: Annotated[int, Field(ge=0)] | Name | None = Field(
+    expect: SeqOrId | None = Field(
         None,
         description="The seq or the id of the checkpoint that was looked at: the edit is refused when the thread has "
         "another one by now.",

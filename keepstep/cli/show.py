@@ -221,5 +221,5 @@ def _asked(found: AuditView) -> str:
     from keepstep.cli.records import error_of
 
     detail = error_of(found.detail) or {}
-    more = detail.get("verdict") or detail.get("name") or detail.get("reason")
+    more = detail.get("verdict") or detail.get("name") or ", ".join(detail.get("keys", ())) or detail.get("reason")
     return f"{found.action} ({more})" if more else found.action

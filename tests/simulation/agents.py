@@ -25,6 +25,8 @@ class Work(TypedDict, total=False):
     tag: str
     size: int
     count: int
+    edited: str
+    """Written by edits only."""
     log: Annotated[list[str], append]
 
 

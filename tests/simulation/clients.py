@@ -18,6 +18,7 @@ _DEFAULTS: dict[str, dict[str, Any]] = {
     "decide": {"arguments": None, "answer": None, "comment": None},
     "signal": {"graph": None, "application": "default", "key": None},
     "control": {"graph": None, "application": "default", "by": "operator", "reason": None, "step_limit": None},
+    "edit": {"graph": None, "application": "default", "by": "operator", "reason": None, "expect": None},
 }
 _TROUBLES = {
     "chain": ("fail", "refuse", "poison", "slow"),
@@ -71,8 +72,10 @@ class Clients:
             self._signal_something()
         elif draw < 0.85:
             self._send_again(random.choice(self.sent))
-        else:
+        elif draw < 0.92:
             self._control_something()
+        else:
+            self.edit_something()
 
     def start(self, run: Planned) -> None:
         """Ask for a run, and now and then twice under one request, or for another under the same."""
@@ -138,6 +141,8 @@ class Clients:
             if control == "pause":
                 self._send("control", thread=thread, graph=graph, action="resume")
             helps = '"effect_unknown"' not in (error or "") or not self._world.unknown(thread_id)
+            if status in {"failed", "blocked"} and self._random.random() < 0.3:
+                self._edit(thread, graph)
             if status == "failed" or (status == "blocked" and helps):
                 self._send("control", thread=thread, graph=graph, action="retry", step_limit=30)
 
@@ -166,6 +171,28 @@ class Clients:
         action = self._random.choices(("pause", "resume", "retry", "cancel"), (4, 4, 4, 1))[0]
         self._send("control", thread=run.thread, action=action, step_limit=None)
 
+    def edit_something(self) -> None:
+        """Edit the state of a thread: rightly, or what is not there, or what was looked at some time ago."""
+        random = self._random
+        rows = self._world.store.query("SELECT name, agent, seq, checkpoint_id FROM keepstep_thread ORDER BY name")
+        if not rows:
+            return
+        thread, graph, seq, checkpoint = random.choice(rows)
+        draw = random.random()
+        if draw < 0.1:
+            self._send("edit", thread=thread, graph=graph, values={"editde": "1"})
+        elif draw < 0.4:
+            self._edit(thread, graph, expect=random.choice((seq, checkpoint, max(seq - 1, 0))))
+        else:
+            self._edit(thread, graph)
+        if draw > 0.8:  # as a person does who is told to
+            for action in ("pause", "resume"):
+                self._send("control", thread=thread, graph=graph, action=action)
+
+    def _edit(self, thread: str, graph: str, expect: int | str | None = None) -> None:
+        values = {"edited": f"edit {len(self.sent)}"}
+        self._send("edit", thread=thread, graph=graph, values=values, expect=expect)
+
     # --- sending ------------------------------------------------------------------------------------------------------
 
     def _send(self, verb: str, **fields: Any) -> None:
@@ -173,7 +200,9 @@ class Clients:
         command = Command(SimpleNamespace(**message))
         self.sent.append(command)
         told = {
-            name: value for name, value in fields.items() if name in {"thread", "approval", "verdict", "action", "name"}
+            name: value
+            for name, value in fields.items()
+            if name in {"thread", "approval", "verdict", "action", "name", "values"}
         }
         self._world.note(f"sent {message['id']}: {verb} {told}")
         self._world.broker.send(command)

@@ -77,7 +77,40 @@ def _check_thread(
             world.require(counted == steps[run], "a run's steps are miscounted", f"{name}: {counted} of {steps[run]}")
     if history:
         codec = world.codecs[agent, "1"]
-        _check_log(world, thread_id, name, restore(codec, _since_snapshot(history)).channels)
+        channels = restore(codec, _since_snapshot(history)).channels
+        _check_log(world, thread_id, name, channels)
+        _check_edits(world, thread_id, name, history, channels)
+
+
+def _check_edits(
+    world: World, thread_id: str, name: str, history: list[CheckpointRow], channels: dict[str, Any]
+) -> None:
+    """Every accepted edit is one checkpoint, which leaves the pending step as it was, and the last one counts."""
+    sent = {command.message.id: command.message for command in world.clients.sent}
+    accepted = {}
+    for command_id, detail in world.store.query(
+        "SELECT command_id, detail FROM keepstep_audit WHERE thread_id = ? AND action = 'edit' ORDER BY id", thread_id
+    ):
+        accepted[json.loads(detail)["seq"]] = sent[command_id].values
+    edits = [row.seq for row in history if row.kind == "edit"]
+    world.counts["edits"] += len(edits)
+    world.require(edits == sorted(accepted), "an edit was lost or came twice", f"{name}: {edits} of {accepted}")
+    wanted = accepted[edits[-1]]["edited"] if edits else None
+    found = channels.get("edited")
+    world.require(found == wanted, "an edit was overwritten", f"{name}: {found} is not {wanted}")
+    keys, before = [], view(history[0].cursor)
+    for row in history[1:]:
+        cursor, key = view(row.cursor), before["key"] or f"{thread_id}/0/{row.seq}"
+        if row.kind == "edit":
+            same = {**cursor, "key": ""} == {**before, "key": ""}
+            kept = cursor["key"] == (key if cursor["due"] else "")
+            world.require(
+                same and kept, "an edit changed what is pending", f"{name} {row.seq}: {cursor} after {before}"
+            )
+        elif row.kind == "step":
+            keys.append(key)
+        before = cursor
+    world.require(len(keys) == len(set(keys)), "a step was committed twice", f"{name}: {keys}")
 
 
 def _since_snapshot(history: list[CheckpointRow]) -> list[CheckpointRow]:
@@ -226,5 +259,5 @@ def _check_commands(world: World) -> None:
         if message.verb == "signal":
             given = answers[message.payload] + kept[message.payload]
             world.require(given == audited[message.id], "a signal was lost or given twice", f"{message.id}: {given}")
-        if message.verb in {"signal", "control"} and command.outcome == "accepted":
+        if message.verb in {"signal", "control", "edit"} and command.outcome == "accepted":
             world.require(audited[message.id] == 1, "an accepted command left nothing", message.id)

@@ -9,7 +9,7 @@ from collections.abc import Callable
 from random import Random
 
 from keepstep.crashpoints import Died
-from keepstep.errors import DatabaseUnavailable, InvalidInput, StaleLease
+from keepstep.errors import DatabaseUnavailable, InvalidInput, NotCarried, StaleLease
 from keepstep.runtime import commands, superstep
 from keepstep.runtime.codec import Codec
 from keepstep.runtime.environment import Runtime
@@ -301,6 +301,10 @@ class World:
             try:
                 accepted = commands.accept(runtime, command.message)
                 outcome = "accepted"
+            except NotCarried as error:
+                if error.elsewhere:
+                    return  # not acknowledged: another worker may have it
+                accepted, outcome = None, error.code
             except InvalidInput as error:
                 accepted, outcome = None, error.code
             self.point("after_command", command.message.id)

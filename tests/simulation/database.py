@@ -16,7 +16,7 @@ from typing import TYPE_CHECKING, Any, TypeVar
 from sqlalchemy import make_url
 
 from keepstep.errors import DatabaseUnavailable, StaleLease
-from keepstep.store import effects, leases, migrate, outcomes, signals, workers
+from keepstep.store import effects, leases, migrate, outcomes, signals, stateedits, workers
 from keepstep.store.engine import Store, Transaction
 from keepstep.store.statements import Row, Statement
 from keepstep.store.status import TRANSITIONS
@@ -116,6 +116,8 @@ class SimulatedStore(Store):
         self.results: dict[str, int] = {}
         """Serial number of the commit that recorded an effect's result, by idempotency key."""
         self.serial = 0
+        self.edits = False
+        """Whether the last commit was an edit of a state."""
 
     @contextlib.contextmanager
     def transaction(self) -> Iterator[Transaction]:
@@ -166,6 +168,7 @@ class SimulatedStore(Store):
     def _check(self, transaction: WatchedTransaction) -> None:
         world = self.world
         claims = any(statement in _CLAIMS for statement in transaction.wrote)
+        self.edits = stateedits._MOVE_HEAD in transaction.wrote
         if world.attempt is not None and transaction.held is False:
             foreign = [each for each in transaction.wrote if each not in _UNFENCED]
             world.require(not foreign, "a stale owner wrote", lambda: foreign[0].prepared(self.engine.dialect)[0][:200])
@@ -196,6 +199,9 @@ class SimulatedStore(Store):
         if nonce == before:
             return
         self.leases[key] = nonce, deadline
+        if self.edits:
+            live = until is not None and until > self.world.database_time()
+            self.world.require(not live, "an edit took a live lease", f"{name} {key[1]}: {before}")
         if nonce is not None:
             detail = f"{name} {key[1]}: {nonce} after {before}"
             self.world.require(claims, "a lease was made up", detail)

@@ -10,6 +10,7 @@ HISTORY: tuple[tuple[str, dict[str, int]], ...] = (
     ("step", {"price": 1}),
     ("step", {"fare": 1}),
     ("step", {"seat#0": 1, "seat#1": 1, "seat#2": 1}),
+    ("edit", {}),
     ("step", {"captain": 2}),
     ("step", {"tide": 2}),
     ("step", {"night": 2}),
@@ -95,13 +96,13 @@ OF_CHILDREN = (
     Death("before_commit", "/0", "nothing; the run begins again"),
     Death("before_commit", "/1", _AGAIN, {"price": 2}, {"price": 2}),
     Death("before_commit", "/3", "nothing; the node runs are joined again, and none is run again"),
-    Death("before_commit", "/4", _AGAIN, {"captain": 3}, {"captain": 3}),
+    Death("before_commit", "/5", _AGAIN, {"captain": 3}, {"captain": 3}),
     Death("inside_commit", "input/0", "nothing; the run begins again"),
     Death("inside_commit", "step/2", _AGAIN, {"fare": 2}, {"fare": 2}),
-    Death("inside_commit", "step/7", _AGAIN, {"toll": 2}, {"toll": 2}),
+    Death("inside_commit", "step/8", _AGAIN, {"toll": 2}, {"toll": 2}),
     Death("after_commit", "/0", _NEXT),
     Death("after_commit", "/2", _NEXT),
-    Death("after_commit", "/7", "nothing; the run has ended"),
+    Death("after_commit", "/8", "nothing; the run has ended"),
     Death("after_nudge", "/2", "nothing; the next step is in the queue"),
 )
 """Where a pool child dies."""
@@ -112,11 +113,11 @@ _DUPLICATE = "nothing; the command is sent again and found applied; the sweep fi
 OF_MAIN_PROCESS = (
     *(
         Death("inside_command", verb, _REPLAY, of_main_process=True)
-        for verb in ("start", "control", "decide", "signal")
+        for verb in ("start", "control", "edit", "decide", "signal")
     ),
     *(
         Death("after_command", verb, _DUPLICATE, of_main_process=True)
-        for verb in ("start", "control", "decide", "signal")
+        for verb in ("start", "control", "edit", "decide", "signal")
     ),
     Death("after_sweep", "", "nothing; another sweep finds the same, a little later", of_main_process=True),
 )

@@ -12,7 +12,8 @@ _OF_CODES = {
     "worker_lost": "mend what takes its worker down, then {retry}",
     "effect_unknown": "find out whether it happened. Harmless twice: declare the effect idempotent, deploy, {retry}. "
     "Else: {cancel}",
-    "diverged": "see what the earlier attempt did ({show}), then {cancel}",
+    "diverged": "see what the earlier attempt did ({show}). If an edit of the state led elsewhere: edit it back, "
+    "{retry}. Else: {cancel}",
     "history_corrupt": "restore the stored checkpoint: nothing runs on it",
     "unknown_type": "deploy code that declares the type, then {retry}",
     "graph": "deploy code that has the node, then {retry}",

@@ -265,6 +265,30 @@ def test_a_retry_that_was_put_off_stays_so(timed, clock):
     assert d.values() == {"count": 1, "log": ["attempt 2"]}
 
 
+def test_what_the_step_has_asked_is_not_asked_otherwise(deploy):
+    """An answer goes to the question that was asked: an edit that changes that blocks the thread, and can be undone."""
+    graph = Graph("bound", state=State)
+
+    @graph.node
+    def ask(state, ctx):
+        decision = ctx.approve("Pay?", arguments={"amount": state["amount"]})
+        return {"log": [f"{decision.verdict} {decision.arguments['amount']}"]}
+
+    graph.edge(START, "ask")
+    graph.edge("ask", END)
+    d = deploy(graph)
+    d.start({"amount": 100})
+    d.drain()
+    d.edit({"amount": 9000})
+    d.decide()
+    assert d.drain() == "blocked"
+    assert d.error[0] == "diverged"
+    d.edit({"amount": 100})
+    d.control("retry")
+    assert d.drain() == "done"
+    assert d.values()["log"] == ["approve 100"]
+
+
 # --- fanned out ---
 
 

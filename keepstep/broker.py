@@ -32,6 +32,8 @@ _KINDS = {
     "pyamqp": "amqp",
     "memory": "memory",
 }
+SENT_AT = "sent_at"
+"""The header of a command that says when it was sent, in seconds since 1970 by its sender's clock."""
 _REPLIES_EXPIRE_SECONDS = 600
 _REDELIVER_SECONDS = 30
 _DELIVERY_LIMIT = 20

@@ -325,6 +325,7 @@ class Client:
             content_encoding="utf-8",
             correlation_id=command_id,
             reply_to=self._replies.name,
+            headers={brokers.SENT_AT: round(time.time(), 3)},
             delivery_mode="persistent",
             confirm_timeout=max(deadline - now, 0.05),
         )

@@ -87,6 +87,7 @@ worker = Table(
     _text("release"),
     _time("started_at"),
     _time("alive_until"),
+    _time("clock_skew", nullable=True),  # how far its clock was ahead of the database's before its last renewal
 )
 
 thread = Table(

@@ -159,7 +159,7 @@ class Commands(Service):
                 content_encoding=held.message.content_encoding or "utf-8",
                 correlation_id=properties.get("correlation_id"),
                 reply_to=properties.get("reply_to"),
-                headers={_PUT_BACK: held.times},
+                headers={**_sent_at(held.message), _PUT_BACK: held.times},
                 delivery_mode="persistent",
             )
             held.message.ack()
@@ -181,6 +181,12 @@ class Commands(Service):
             )
         except Exception as error:  # noqa: BLE001  what was accepted stays so; a sender without a reply asks again
             log.warning("reply_failed", command_id=command_id, **told(error))
+
+
+def _sent_at(message: Any) -> dict[str, float]:
+    """Return the header that says when a command was sent, if its sender said so."""
+    found = (message.headers or {}).get(broker.SENT_AT)
+    return {broker.SENT_AT: float(found)} if isinstance(found, int | float) else {}
 
 
 def _times_put_back(message: Any) -> int:

@@ -330,6 +330,7 @@ says so. Every command has an id and is idempotent, so a sender that got no repl
 | `delivery_mode` | 2 (persistent) |
 | `correlation_id` | the command's id |
 | `reply_to` | the queue for the reply, or missing for none; its name starts with `<prefix>.replies.` |
+| `headers` | `sent_at`, or missing: when it was sent (seconds since 1970), by which `keepstep doctor` tells its age |
 
 The sender makes its reply queue: durable, with `x-expires` 600000 (ten minutes). On RabbitMQ the queue of commands is a
 quorum queue whose arguments are the deployment's, so others publish to it without declaring it. On Redis and the file

@@ -150,6 +150,7 @@ class SimulatedWorker:
             _steady_since=now,
             _renewed_at=now,
             _database_ahead=None,
+            _clock_skew=None,
         )
         self.sweeper = Sweeper.__new__(Sweeper)
         self._fill(

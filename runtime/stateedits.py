@@ -50,9 +50,9 @@ def edit(
     at = stateedits.head(transaction, found)
     _check_head(found, at, expect)
     _check_idle(transaction, found, at)
-    graph = runtime.graphs.get((found.agent, at.graph_version))
+    graph = runtime.graphs.get((found.agent, found.graph_version))
     if graph is None:
-        raise _not_carried(transaction, found, at)
+        raise _not_carried(transaction, found)
     codec = runtime.codec(graph)
     try:
         head = restore(codec, stateedits.chain(transaction, found, at))
@@ -62,7 +62,7 @@ def edit(
     channels = graph.schema.edited(head.channels, values)
     step = "" if head.cursor.finished else head.cursor.key or f"{found.id}/{found.branch}/{found.seq + 1}"
     keys = sorted(values)
-    meta = describe(graph_version=at.graph_version, worker=runtime.owner.worker)
+    meta = describe(graph_version=found.graph_version, worker=runtime.owner.worker)
     meta["edit"] = {"by": by, "keys": keys} | ({"reason": reason} if reason else {})
     cursor = Cursor(step, head.cursor.root)
     new = payload(codec, head, channels, cursor, meta, chain_max=runtime.settings.snapshot_steps_max)
@@ -122,11 +122,11 @@ def _check_idle(transaction: Transaction, found: ThreadState, at: EditedHead) ->
     raise StepRunning(text)
 
 
-def _not_carried(transaction: Transaction, found: ThreadState, at: EditedHead) -> NotCarried:
-    elsewhere = stateedits.is_carried_by_anybody(transaction, carried_key(found.agent, at.graph_version))
+def _not_carried(transaction: Transaction, found: ThreadState) -> NotCarried:
+    elsewhere = stateedits.is_carried_by_anybody(transaction, carried_key(found.agent, found.graph_version))
     who = "the worker that took the edit does not carry" if elsewhere else "no live worker carries"
     error = NotCarried(
-        f"{who} graph {found.agent!r} version {at.graph_version!r}, whose state schema an edit of thread "
+        f"{who} graph {found.agent!r} version {found.graph_version!r}, whose state schema an edit of thread "
         f"{found.name!r} is checked against: run a worker with the module that defines it, then edit again"
     )
     error.elsewhere = elsewhere

@@ -13,8 +13,10 @@ from keepstep.store.statements import Statement, db_now, param
 
 
 class Backlog(NamedTuple):
-    """What of a graph's version is due and in nobody's hands: threads, or node runs of fanned-out steps."""
+    """What of a tenant and a graph's version is due and in nobody's hands: threads, or node runs."""
 
+    of_node_runs: bool
+    tenant: str
     agent: str
     graph_version: str
     due: int
@@ -65,14 +67,16 @@ def _free(table: Any) -> Any:
 def _backlog(table: Any) -> Statement:
     source: Any = thread if table is thread else node_run.join(thread, thread.c.id == node_run.c.thread_id)
     condition = _free(table) if table is thread else and_(_free(table), thread.c.status == WAITING)
+    keys = (thread.c.tenant, thread.c.agent, thread.c.graph_version)
     late = func.count().filter(table.c.due_at <= db_now() - param("late"))
     return Statement(
         lambda _dialect: (
-            select(thread.c.agent, thread.c.graph_version, func.count(), late, func.max(db_now() - table.c.due_at))
+            select(*keys, func.count(), late, func.max(db_now() - table.c.due_at))
             .select_from(source)
             .where(condition)
-            .group_by(thread.c.agent, thread.c.graph_version)
-            .order_by(thread.c.agent, thread.c.graph_version)
+            .group_by(*keys)
+            .order_by(*keys)
+            .limit(param("limit"))
         )
     )
 
@@ -143,15 +147,16 @@ _OF_HOST = Statement(
 )
 
 
-def backlogs(store: Store, *, late_seconds: float) -> tuple[list[Backlog], list[Backlog]]:
-    """Return, of all tenants, the threads and the node runs that are due and in nobody's hands, by graph and version.
+def backlogs(store: Store, *, late_seconds: float, limit: int) -> list[Backlog]:
+    """Return the threads, then the node runs, that are due and in nobody's hands, by tenant, graph and version.
 
     Paused threads and those that were put off are not among them. `late_seconds`: what `Backlog.late` counts from.
     """
-    of_threads, of_node_runs = (
-        [Backlog(*row) for row in store.rows(each, {"late": late_seconds})] for each in _BACKLOGS
-    )
-    return of_threads, of_node_runs
+    return [
+        Backlog(of_node_runs, *row)
+        for of_node_runs, statement in zip((False, True), _BACKLOGS, strict=True)
+        for row in store.rows(statement, {"late": late_seconds, "limit": limit})
+    ]
 
 
 def lapsed(store: Store, *, limit: int) -> list[LapsedWorker]:

@@ -11,8 +11,9 @@ from typing import Any, NamedTuple
 from sqlalchemy import Text, and_, case, func, literal, or_, select, update
 
 from keepstep.store.checkpoints import NewCheckpoint, insert_checkpoint
+from keepstep.store.claims import CheckpointRow, checkpoint_range
 from keepstep.store.engine import Transaction
-from keepstep.store.leases import PAUSE, CheckpointRow, Nudge, checkpoint_range, released
+from keepstep.store.leases import PAUSE, Nudge, nudge_columns, released
 from keepstep.store.outcomes import NUDGE_SECONDS
 from keepstep.store.schema import READY, node_run, thread, wait, worker
 from keepstep.store.statements import Statement, contains, db_now, param
@@ -22,7 +23,6 @@ from keepstep.store.threads import ThreadState
 class EditedHead(NamedTuple):
     """What an edit needs to know of a locked thread besides its state."""
 
-    graph_version: str
     snapshot_seq: int
     checkpoint_id: str | None
     is_held: int
@@ -36,7 +36,6 @@ def _is_held(table: Any) -> Any:
 
 _HEAD = Statement(
     lambda _dialect: select(
-        thread.c.graph_version,
         thread.c.snapshot_seq,
         thread.c.checkpoint_id,
         case((_is_held(thread), 1), else_=0),
@@ -99,7 +98,7 @@ _MOVE_HEAD = Statement(
             version=thread.c.version + 1,
             updated_at=db_now(),
         )
-        .returning(thread.c.version)
+        .returning(*nudge_columns(thread))
     )
 )
 _MOVE_NODE_RUNS = Statement(
@@ -107,7 +106,7 @@ _MOVE_NODE_RUNS = Statement(
         update(node_run)
         .where(*_of_step())
         .values(**_overstayed(node_run), **_nudged(node_run), seq=node_run.c.seq + 1)
-        .returning(node_run.c.version, node_run.c.run, node_run.c.status)
+        .returning(node_run.c.status, *nudge_columns(node_run))
     )
 )
 _MOVE_WAITS = Statement(
@@ -155,11 +154,11 @@ def write(
     insert_checkpoint(transaction, found.id, found.branch, new)
     place = {"thread_id": found.id, "branch": found.branch, "seq": found.seq + 1}
     values = {"id": new.id, "snapshot_seq": at.snapshot_seq if new.snapshot is None else new.seq}
-    version = transaction.rows(_MOVE_HEAD, {**place, **values, "seq": new.seq})[0][0]
+    moved_head = transaction.rows(_MOVE_HEAD, {**place, **values, "seq": new.seq})[0]
     moved = transaction.rows(_MOVE_NODE_RUNS, place) if found.fanned else []
     transaction.run(_MOVE_WAITS, {"thread_id": found.id, "step": step, "due_seq": new.seq + 1})
     if found.control == PAUSE:
         return []
     if found.status == READY:
-        return [Nudge("step", found.id, version)]
-    return [Nudge("node", found.id, row[0], new.seq + 1, row[1]) for row in moved if row[2] == READY]
+        return [Nudge("step", *moved_head)]
+    return [Nudge("node", *row) for status, *row in moved if status == READY]

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import json
 import time
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from contextlib import contextmanager, suppress
 from pathlib import Path
 from typing import Any, NamedTuple
@@ -40,8 +40,11 @@ def unwritable(what: str, problem: str) -> Finding:
     return Finding("problem", what, text, way_out[:1].lower() + way_out[1:])
 
 
-def examine(settings: Settings) -> tuple[list[Finding], Queue]:
-    """Return what was found of the broker, and the commands that wait there."""
+def examine(settings: Settings, graphs: Sequence[str] = ()) -> tuple[list[Finding], Queue]:
+    """Return what was found of the broker, and the commands that wait there.
+
+    `graphs`: those whose nudges are counted, as rows name them (`leases.queue_of`).
+    """
     url = settings.broker
     shown = broker.redacted(url)
     if url.startswith("file://"):
@@ -58,6 +61,8 @@ def examine(settings: Settings) -> tuple[list[Finding], Queue]:
     try:
         connection.ensure_connection(max_retries=0, timeout=_BROKER_SECONDS, reraise_as_library_errors=False)
         queues = _queues(connection, settings)
+        if graphs:
+            queues["nudges"] = _nudges(settings, graphs)
         took = time.monotonic() - begun
         round_trip = min(_timed(connection, settings) for _ in range(_LOOKS))
     except Exception as error:  # noqa: BLE001  each transport has its own, and all say that it is not to be reached
@@ -95,13 +100,21 @@ def _said(queue: Queue) -> str:
 
 
 def _queues(connection: kombu.Connection, settings: Settings) -> dict[str, Queue | None]:
-    names = {"commands": broker.commands_name(settings.queue), "nudges": broker.nudges_name(settings.queue)}
+    names = {"commands": broker.commands_name(settings.queue)}
     if broker.kind_of(settings.broker) == "amqp":
         names["rejected"] = f"{names['commands']}.rejected"
     return {what: _queue(connection, name, settings) for what, name in names.items()}
 
 
-def _queue(connection: kombu.Connection, name: str, settings: Settings) -> Queue | None:
+def _nudges(settings: Settings, graphs: Sequence[str]) -> Queue:
+    """Return how many nudges wait, over a connection of nudges: on Redis a priority is a key of its own."""
+    url, name = settings.broker, settings.queue
+    with broker.connection(url, commands=False, queue=name, timeout_seconds=_BROKER_SECONDS) as connection:
+        found = [_queue(connection, broker.nudges_name(name, graph), settings, with_age=False) for graph in graphs]
+    return Queue(sum(queue.length for queue in found if queue is not None))
+
+
+def _queue(connection: kombu.Connection, name: str, settings: Settings, *, with_age: bool = True) -> Queue | None:
     """Return what waits in a queue, None when there is no such queue. Nothing is taken out, nor given back."""
     kind = broker.kind_of(settings.broker)
     with _channel(connection) as channel:
@@ -110,12 +123,13 @@ def _queue(connection: kombu.Connection, name: str, settings: Settings) -> Queue
         except connection.channel_errors:
             return None
         consumed = found.consumer_count > 0 if kind == "amqp" else None
-        return Queue(int(found.message_count), _age(channel, name, kind) if found.message_count else None, consumed)
+        age = _age(channel, name, kind) if with_age and found.message_count else None
+        return Queue(int(found.message_count), age, consumed)
 
 
 def _timed(connection: kombu.Connection, settings: Settings) -> float:
     """Return how long the broker takes to say how long a queue is: one round trip."""
-    name = broker.nudges_name(settings.queue)
+    name = broker.commands_name(settings.queue)
     with _channel(connection) as channel:
         begun = time.monotonic()
         with suppress(*connection.channel_errors):

@@ -26,17 +26,18 @@ def examine(session: Session) -> list[Finding]:
     except KeepstepError as error:
         return [Finding("problem", "settings", error.message, "correct the setting; nothing else can be checked")]
     findings += _settings(session, settings)
-    found, commands = brokerchecks.examine(settings)
     unwritable = places.database_problem(settings.database)
     if unwritable is not None:
-        return [*findings, brokerchecks.unwritable("database", unwritable), *found]
+        findings.append(brokerchecks.unwritable("database", unwritable))
+        return findings + brokerchecks.examine(settings)[0]
     missing = session.missing_file()
     if missing is not None:  # opening the store would make its folder
         text = f"there is no database yet at {missing}"
         findings.append(Finding("warning", "database", text, f"a worker makes it, or: {session.hint('db upgrade')}"))
-        return findings + found
+        return findings + brokerchecks.examine(settings)[0]
     with session.store() as store:
         usable, of_database = _database(session, store)
+        found, commands = brokerchecks.examine(settings, fleetchecks.queues(store) if usable else ())
         findings += of_database
         findings += found
         if usable:

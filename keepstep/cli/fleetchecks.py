@@ -5,6 +5,7 @@ from __future__ import annotations
 import time
 from collections import defaultdict
 from collections.abc import Iterator
+from contextlib import suppress
 from typing import TYPE_CHECKING
 
 from keepstep import __version__
@@ -14,7 +15,7 @@ from keepstep.cli.records import error_of
 from keepstep.cli.session import Session
 from keepstep.cli.waysout import way_out
 from keepstep.settings import Settings
-from keepstep.store import health, views, workers
+from keepstep.store import health, leases, limits, views, workers
 from keepstep.store.engine import Store
 
 if TYPE_CHECKING:
@@ -36,6 +37,13 @@ def examine(session: Session, settings: Settings, store: Store, commands: Queue)
         *guarded("workers", lambda: _workers(settings, store, commands)),
         *guarded("threads", lambda: _threads(session, settings, store)),
     ]
+
+
+def queues(store: Store) -> list[str]:
+    """Return the queues of nudges that live workers consume, as rows name them; none when that cannot be told."""
+    with suppress(Exception):  # what is wrong there is told by the checks themselves
+        return sorted({leases.queue_of(*key) for each in workers.live(store) for key in _carried(each)})
+    return []
 
 
 def _clock(store: Store) -> Iterator[Finding]:
@@ -198,24 +206,36 @@ def _deadly(session: Session, settings: Settings, store: Store) -> Iterator[Find
 def _backlog(settings: Settings, store: Store, carried: set[tuple[str, str]]) -> Iterator[Finding]:
     """Tell how far workers are behind, and what nobody takes although somebody could."""
     late_seconds = _patience(settings)
-    found = health.backlogs(store, late_seconds=late_seconds)
-    of_threads, of_node_runs = ([b for b in each if (b.agent, b.graph_version) in carried] for each in found)
-    due = [*of_threads, *of_node_runs]
+    limited = {scope for scope, count in limits.taken(store).items() if count}
+    due: list[Backlog] = []
+    held: list[Backlog] = []
+    for each in health.backlogs(store, late_seconds=late_seconds, limit=_LOOKED_AT_MAX):
+        if (each.agent, each.graph_version) in carried:
+            scopes = {limits.of_graph(each.agent), limits.of_tenant(each.tenant)}
+            (held if scopes & limited else due).append(each)
+    if held:
+        names = named(sorted({f"{each.agent} of tenant {each.tenant}" for each in held}))
+        yield Finding("ok", "lag", f"{_sum(held)} steps are due where a limit says how many may run at once: {names}")
     if due:
         oldest = max(each.oldest_seconds for each in due)
-        text = f"{sum(each.due for each in due)} steps are due and in nobody's hands, the oldest for {ago(oldest)}"
+        text = f"{_sum(due)} steps are due and in nobody's hands, the oldest for {ago(oldest)}"
         is_behind = oldest > _LAG_SECONDS
         way = "workers are behind: raise --concurrency or add some" if is_behind else None
         yield Finding("warning" if is_behind else "ok", "lag", text, way)
-    for backlogs, what in ((of_threads, ""), (of_node_runs, "node runs ")):
-        yield from (_overdue(each, what, late_seconds) for each in backlogs if each.late)
+    late: dict[str, int] = defaultdict(int)
+    for each in due:
+        what = "node runs of " if each.of_node_runs else "of "
+        late[f"{what}{each.agent} version {each.graph_version}"] += each.late
+    for what, count in late.items():
+        if count:
+            yield Finding(
+                "problem",
+                "threads",
+                f"{count} {what} have been due for over {late_seconds:.0f} s in nobody's hands, although a live "
+                "worker carries it",
+                "all workers may be busy (raise --concurrency, add workers), or stuck: look at their logs",
+            )
 
 
-def _overdue(backlog: Backlog, what: str, late_seconds: float) -> Finding:
-    return Finding(
-        "problem",
-        "threads",
-        f"{backlog.late} {what}of {backlog.agent} version {backlog.graph_version} have been due for over "
-        f"{late_seconds:.0f} s in nobody's hands, although a live worker carries it",
-        "all workers may be busy (raise --concurrency, add workers), or stuck: look at their logs",
-    )
+def _sum(backlogs: list[Backlog]) -> int:
+    return sum(each.due for each in backlogs)

@@ -42,7 +42,7 @@ class Rival:
         """Begin, and return when it is done or waits for a lock."""
         if not self._thread.is_alive():
             self._thread.start()
-        # Each look is a transaction of its own: within one, PostgreSQL shows again what it has shown before.
+        # A transaction would see the server's processes as they were at its first look.
         engine = sqlalchemy.create_engine(self._d.url, isolation_level="AUTOCOMMIT")
         deadline = time.monotonic() + 20
         with engine.connect() as connection:

@@ -13,8 +13,7 @@ import pytest
 from keepstep import END, START, Graph, Retry, Send, append, effect
 from keepstep.errors import Conflict, NotCarried, StaleEdit, StateError, StepRunning, TooLarge, WrongStatus
 from keepstep.runtime.codec import view
-from keepstep.store import leases, workers
-from keepstep.store.leases import Nudge
+from keepstep.store import claims, leases, workers
 
 
 class State(TypedDict, total=False):
@@ -223,7 +222,7 @@ def test_a_paused_thread_is_edited_between_two_steps(deploy):
     assert d.edit({"amount": 2}).nudges == []
     assert d.drain() == "ready"
     d.control("resume")
-    assert d.queue == [Nudge("step", d.thread.id, stale[0].version + 1)]
+    assert d.queue == [stale[0]._replace(version=stale[0].version + 1)]
     assert d.drain() == "waiting"
     d.decide()
     assert d.drain() == "done"
@@ -236,7 +235,7 @@ def test_a_thread_in_nobodys_hands_is_nudged_again(deploy):
     d.work(d.queue.pop(0))
     [stale] = d.queue
     accepted = d.edit({"amount": 2})
-    assert accepted.nudges == [Nudge("step", d.thread.id, stale.version + 1)]
+    assert accepted.nudges == [stale._replace(version=stale.version + 1)]
     assert d.work(stale) is False
     assert d.drain() == "waiting"
 
@@ -330,7 +329,8 @@ def test_an_edit_while_some_node_runs_are_done(deploy):
 
     accepted = d.edit({"amount": 2})
 
-    assert accepted.nudges == [Nudge("node", thread_id, 0, 2, f"part#{number}") for number in (2, 3)]
+    assert [(nudge.seq, nudge.run) for nudge in accepted.nudges] == [(2, "part#2"), (2, "part#3")]
+    assert accepted.nudges == [nudge._replace(seq=2) for nudge in stale]
     assert [d.work(nudge) for nudge in stale] == [False, False]
     assert [(run.run, run.seq, run.status) for run in d.reader.node_runs("t")] == [
         (f"part#{number}", 2, status) for number, status in enumerate(("done", "waiting", "ready", "ready"))
@@ -419,7 +419,7 @@ def test_a_lease_that_has_outlived_its_deadline_is_ended(deploy, fanned):
     d = deploy(fans(outside) if fanned else asks(outside))
     d.start({"count": 2, "amount": 1})
     d.work(d.queue.pop(0))
-    claim = leases.claim_node if fanned else leases.claim_thread
+    claim = claims.claim_node if fanned else claims.claim_thread
     nudge = d.queue.pop(0)
     place = (nudge.thread_id, nudge.seq, nudge.run, nudge.version) if fanned else (nudge.thread_id, nudge.version)
     held = claim(d.store, *place, owner=d.worker.owner, carried=d.worker.carried)

@@ -5,10 +5,11 @@ from __future__ import annotations
 from typing import Any
 
 from keepstep.ids import new_id
-from keepstep.store import leases, threads, workers
+from keepstep.store import claims, threads, workers
 from keepstep.store.checkpoints import NewCheckpoint
+from keepstep.store.claims import Claim
 from keepstep.store.engine import Store
-from keepstep.store.leases import Claim, Fence, Owner
+from keepstep.store.leases import Fence, Owner
 from keepstep.store.threads import NewRun
 from keepstep.store.workers import carried_text
 from tests.steps.driver import dump
@@ -36,6 +37,7 @@ def created(store: Store, name: str = "t") -> str:
             agent="agent",
             name=name,
             graph_version="1",
+            priority=1,
             lease_seconds=60.0,
             first=new_run(),
         )
@@ -58,7 +60,7 @@ def registered(store: Store, *, window_seconds: float = 1e6, worker_id: str | No
 
 def claimed(store: Store, thread_id: str, version: int = 1, *, owner: Owner = OWNER) -> Claim:
     """The thread's lease, which must be free."""
-    claim = leases.claim_thread(store, thread_id, version, owner=owner, carried=CARRIED)
+    claim = claims.claim_thread(store, thread_id, version, owner=owner, carried=CARRIED)
     assert claim is not None
     return claim
 

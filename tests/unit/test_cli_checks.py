@@ -7,10 +7,11 @@ import socket
 from contextlib import closing
 from pathlib import Path
 
+import kombu
 import psycopg2
 import pytest
 
-from keepstep import __version__
+from keepstep import __version__, broker
 from keepstep.cli.program import run
 from keepstep.store import workers
 from keepstep.store.engine import Store
@@ -188,3 +189,19 @@ def test_commands_that_live_workers_do_not_take_are_a_problem(capsys, sqlite_url
     assert text.startswith("commands wait in the queue (2, the oldest for ")
     assert text.endswith("), and no live worker takes them")
     assert "the same KEEPSTEP_BROKER" in way_out
+
+
+@pytest.mark.parametrize("kind", ["file", "redis"])
+def test_the_nudges_of_every_priority_are_counted(capsys, sqlite_url, kind, request):
+    url = f"file://{Path('broker').absolute()}" if kind == "file" else request.getfixturevalue("redis_url")
+    store = Store.open(sqlite_url)
+    fleet = {"host": "box", "pid": 7, "concurrency": 1, "release": __version__, "window_seconds": 60.0}
+    workers.register(store, graphs=[("idle", "1"), ("busy", "2")], **fleet)
+    store.dispose()
+    with broker.connection(url, commands=False) as connection:
+        for graph, priority in (("idle@1", 0), ("busy@2", 0), ("busy@2", 2)):
+            queue = broker.nudges_queue(url, "keepstep", graph)
+            kombu.Producer(connection).publish({}, routing_key=queue.name, declare=[queue], priority=priority)
+    checks = examined(capsys, "--database", sqlite_url, "--broker", url, code=0)
+    [(text, _)] = found(checks, "broker", "ok")
+    assert text.endswith("nudges 3")

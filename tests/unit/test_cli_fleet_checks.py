@@ -14,7 +14,7 @@ from keepstep import END, START, Graph, Retry, Send, __version__, effect
 from keepstep.cli.program import run
 from keepstep.cli.session import Session
 from keepstep.settings import load
-from keepstep.store import leases, workers
+from keepstep.store import claims, limits, workers
 from keepstep.store.engine import Store
 from keepstep.store.leases import Owner
 from keepstep.tasks.liveness import Liveness
@@ -106,7 +106,7 @@ def leased_by_the_dead(deploy, *, others):
     fleet = {"host": "gone", "concurrency": 1, "graphs": [("work", "1")], "release": __version__}
     dead = workers.register(store, pid=9, window_seconds=0.0, **fleet)
     owner = Owner(dead, 10)
-    assert leases.claim_thread(store, nudge.thread_id, nudge.version, owner=owner, carried=d.worker.carried)
+    assert claims.claim_thread(store, nudge.thread_id, nudge.version, owner=owner, carried=d.worker.carried)
     if not others:
         workers.leave(store, d.worker.owner.worker)
     return d
@@ -185,6 +185,27 @@ def test_due_steps_that_nobody_takes(capsys, deploy, fanned):
     assert way_out.startswith("all workers may be busy")
 
 
+def test_what_a_limit_holds_back_is_not_late(capsys, deploy):
+    d = deploy(graph_of(lambda _state, _ctx: None))
+    for number in range(3):
+        d.start(thread=f"t{number}")
+    for nudge in d.queue:
+        claims.claim_thread(
+            d.store,
+            nudge.thread_id,
+            nudge.version,
+            owner=d.worker.owner,
+            carried=d.worker.carried,
+            running_max={limits.of_graph("work"): 1},
+        )
+    d.execute("UPDATE keepstep_thread SET due_at = due_at - 1000")
+    checks = examined(capsys, "--database", d.url, code=0)
+    assert found(checks, "lag", "ok") == [
+        ("2 steps are due where a limit says how many may run at once: work of tenant default", None)
+    ]
+    assert [each for each in checks if each[0] != "ok"] == []
+
+
 def test_what_is_paused_put_off_or_running_is_not_late(capsys, deploy):
     def body(_state, _ctx):
         raise ConnectionError
@@ -196,7 +217,7 @@ def test_what_is_paused_put_off_or_running_is_not_late(capsys, deploy):
     d.control("pause", thread="paused")
     nudge = d.start(thread="running").nudges[0]
     owner, carried = d.worker.owner, d.worker.carried
-    assert leases.claim_thread(d.store, nudge.thread_id, nudge.version, owner=owner, carried=carried)
+    assert claims.claim_thread(d.store, nudge.thread_id, nudge.version, owner=owner, carried=carried)
     d.execute("UPDATE keepstep_thread SET due_at = due_at - 1000 WHERE name != 'put off'")
     checks = examined(capsys, "--database", d.url, code=0)
     assert [each for each in checks if each[0] != "ok"] == []
@@ -260,11 +281,11 @@ def test_a_node_that_takes_its_process_down_is_a_warning_until_it_is_blocked(cap
     for _ in range(2):
         nudge = d.queue[0]
         claimed = (
-            leases.claim_node(
+            claims.claim_node(
                 d.store, nudge.thread_id, nudge.seq, nudge.run, nudge.version, owner=owner, carried=carried
             )
             if fanned
-            else leases.claim_thread(d.store, nudge.thread_id, nudge.version, owner=owner, carried=carried)
+            else claims.claim_thread(d.store, nudge.thread_id, nudge.version, owner=owner, carried=carried)
         )
         assert claimed is not None
         workers.release_child(d.store, owner.worker, owner.child, reason="signal 9 (SIGKILL)")

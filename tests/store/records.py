@@ -25,19 +25,19 @@ def new_run(number: int = 1) -> NewRun:
     return NewRun(new_id(), f"request-{new_id()}", b"digest", b"input", None)
 
 
-def created(store: Store, name: str = "t") -> str:
+def created(store: Store, name: str = "t", *, tenant: str = "default", agent: str = "agent", priority: int = 1) -> str:
     """A thread with one run queued; return its id."""
     thread_id = new_id()
     with store.transaction() as transaction:
         threads.create(
             transaction,
             thread_id=thread_id,
-            tenant="default",
+            tenant=tenant,
             application="default",
-            agent="agent",
+            agent=agent,
             name=name,
             graph_version="1",
-            priority=1,
+            priority=priority,
             lease_seconds=60.0,
             first=new_run(),
         )

@@ -31,6 +31,8 @@ class Runtime:
     """Ends this process when a node cannot be ended otherwise; None where the process is not ours to end."""
     on_failure: Callable[[BaseException], None] | None = None
     """Told every exception that ends an attempt, for a caller who wants the exception itself."""
+    on_spawn: Callable[[CompiledGraph], None] | None = None
+    """Told every graph that a node spawns a child of, for a process that carries whatever it meets."""
     watchdog: Watchdog = field(default_factory=Watchdog)
     _codecs: dict[tuple[str, str], Codec] = field(default_factory=dict)
 

@@ -21,7 +21,7 @@ from keepstep.store import views
 from keepstep.store.engine import Store
 from keepstep.store.leases import CheckpointRow
 from keepstep.store.schema import BLOCKED, ENDED
-from keepstep.store.views import AuditView, EffectView, NodeRunView, RunView, ThreadView, WaitView
+from keepstep.store.views import AuditView, ChildView, EffectView, NodeRunView, RunView, ThreadView, WaitView
 
 _TIME_MAX = datetime(9999, 1, 1, tzinfo=UTC).timestamp()
 _POLL_SECONDS_MIN, _POLL_SECONDS_MAX = 0.02, 0.5
@@ -100,6 +100,34 @@ class Approval:
 
 
 @dataclass(frozen=True)
+class Kin:
+    """A child and its parent."""
+
+    parent: str
+    """The parent's name."""
+    parent_graph: str
+    parent_id: str
+    node_run: str
+    """Which node run of the parent spawned it."""
+    thread: str
+    """The child's name."""
+    graph: str
+    version: str | None
+    id: str | None
+    """The id of the child's thread; None while that is not started."""
+    run: str
+    """The id of the child's run."""
+    state: str
+    """`wanted`, `started`, `ended`, or `delivered`: the parent was told."""
+    status: str | None
+    """How the run ended, `done`, `failed` or `cancelled`; until then how its thread is."""
+    error: dict[str, Any] | None
+    """Why it failed, was cancelled, or is not started."""
+    spawned_at: datetime
+    ended_at: datetime | None
+
+
+@dataclass(frozen=True)
 class Event:
     """What a node told the world. `cursor` is where to read on."""
 
@@ -172,6 +200,14 @@ class Reader:
     def waits(self, thread: str, *, graph: str | None = None) -> list[WaitView]:
         """Return a thread's waits in order."""
         return views.waits(self._store, self._one(thread, graph).id)
+
+    def children(self, thread: str, *, graph: str | None = None) -> list[Kin]:
+        """Return the children that a thread has spawned, in order."""
+        return [_kin_of(row) for row in views.children(self._store, self._one(thread, graph).id)]
+
+    def parents(self, thread: str, *, graph: str | None = None) -> list[Kin]:
+        """Return by whom runs of a thread were spawned, in order: one entry of a child that has been given one run."""
+        return [_kin_of(row) for row in views.parents(self._store, self._one(thread, graph).id)]
 
     def audit(self, thread: str, *, graph: str | None = None) -> list[AuditView]:
         """Return who asked for what of a thread, in order."""
@@ -330,6 +366,25 @@ def _thread_of(row: ThreadView) -> Thread:
         row.run_steps,
         row.lease_worker,
         row,
+    )
+
+
+def _kin_of(row: ChildView) -> Kin:
+    return Kin(
+        row.parent,
+        row.parent_agent,
+        row.parent_id,
+        row.run,
+        row.name,
+        row.agent,
+        row.graph_version,
+        row.child_id,
+        row.run_id,
+        row.state,
+        row.status if row.status is not None else row.thread_status,
+        None if row.error is None else json.loads(row.error),
+        datetime.fromtimestamp(row.created_at, UTC),
+        _time(row.ended_at),
     )
 
 

@@ -16,11 +16,13 @@ from sqlalchemy.sql.base import Executable
 
 from keepstep.crashpoints import armed, reach
 from keepstep.errors import DatabaseUnavailable, StaleLease
+from keepstep.store import children
 from keepstep.store.engine import Store, Transaction
 from keepstep.store.leases import (
     CHECKPOINT_COLUMNS,
     CheckpointRow,
     Fence,
+    Nudge,
     checkpoint_row,
     fence_params,
     fenced,
@@ -77,8 +79,11 @@ class Committed(NamedTuple):
     status: str
     control: str
     queued: int
+    told: tuple[Nudge, ...] = ()
+    """That the parent of a run that has ended be told."""
 
 
+_OF_THREAD = ("version", "status", "control", "queued")
 _VALUES = ("seq", "id", "parent_id", "tenant", "run_id", "kind", "change", "snapshot", "cursor", "meta", "digest")
 
 
@@ -124,7 +129,7 @@ def _head_update() -> Any:
         .returning(
             thread.c.id,
             thread.c.branch,
-            *(thread.c[name] for name in Committed._fields),
+            *(thread.c[name] for name in _OF_THREAD),
         )
     )
 
@@ -143,7 +148,7 @@ def _commit(dialect: str) -> Executable:
         )
         .cte("written")
     )
-    return select(*(moved.c[name] for name in Committed._fields), moved.c.branch).add_cte(written)
+    return select(*(moved.c[name] for name in _OF_THREAD), moved.c.branch).add_cte(written)
 
 
 _COMMIT = Routine(
@@ -174,6 +179,7 @@ _RUN_ENDS = Statement(
         update(run)
         .where(run.c.id == param("run_id"))
         .values(status=param("status"), error=param("error"), steps=param("run_steps"), ended_at=db_now())
+        .returning(run.c.spawned)
     )
 )
 _INSERT_EVENT = Statement(
@@ -304,7 +310,10 @@ def _commit_with_company(store: Store, fence: Fence, new: NewCheckpoint, params:
         if new.begins_run:
             transaction.run(_RUN_BEGINS, run_params)
         if new.status != READY:
-            transaction.run(_RUN_ENDS, run_params)
+            ended = transaction.row(_RUN_ENDS, run_params)
+            if ended is not None and ended[0]:
+                end = {"error": new.error, "branch": fence.branch, "seq": new.seq}
+                committed = committed._replace(told=tuple(children.end(transaction, new.run_id, new.status, **end)))
         if new.signals_of:
             transaction.run(_SETTLE_WAITS, {"thread_id": fence.thread_id, "step": new.signals_of})
             transaction.run(_DROP_SIGNALS, {"thread_id": fence.thread_id})

@@ -10,7 +10,7 @@ from sqlalchemy import Float as FloatType
 from sqlalchemy import Table, and_, case, cast, func, literal, or_, select, update
 from sqlalchemy.sql.base import Executable
 
-from keepstep.store import waits, workers
+from keepstep.store import errands, waits, workers
 from keepstep.store.engine import Store
 from keepstep.store.leases import Nudge, is_carried
 from keepstep.store.schema import READY, WAITING, node_run, thread
@@ -67,13 +67,15 @@ _DUE_NODE_RUNS = _due(node_run)
 
 
 def sweep(store: Store, *, carried: str, takeover: bool, limit: int, judge: str | None = None) -> list[Nudge]:
-    """Fire what the time has answered, give up dead workers, and return the nudges of what is due in nobody's hands.
+    """Fire what the time has answered, run the errands of the dead, give up dead workers; return the nudges of what is
+    due in nobody's hands.
 
     `carried` limits it to graphs this worker can run (`workers.carried_text`); `takeover` False leaves the leases of
     silent workers alone (see `Liveness`: a worker that was itself cut off must not judge others), and so does `judge`,
     the worker that sweeps, while its own time is over; at most `limit` threads and `limit` node runs are returned.
     """
     nudges = waits.fire_due(store, limit=limit)
+    nudges += errands.finish_due(store, limit=limit)
     if takeover:
         nudges += workers.take_over(store, judge=judge)
         nudges += workers.adopt_orphans(store)

@@ -1,8 +1,8 @@
 """Children: threads of other graphs that a node spawns, and joins when it needs what they came to.
 
-A spawn is a row under the parent's lease, found again by step key, node run and the spawn's own id, as effects are: on a
-retry it is the same child. The child's thread is made after that, in a transaction of its own. A join is a wait for each
-child. What a child came to is not copied: its last checkpoint, which nothing ever changes, is read.
+A spawn is a row under the parent's lease, found again by step key, node run and the spawn's own id, as effects are: on
+a retry it is the same child. The child's thread is made after that, in a transaction of its own. A join is a wait for
+each child. What a child came to is not copied: its last checkpoint, which nothing ever changes, is read.
 """
 
 from __future__ import annotations
@@ -16,6 +16,7 @@ from typing import Any
 
 import structlog
 
+from keepstep.crashpoints import reach
 from keepstep.errors import (
     ChildFailed,
     Conflict,
@@ -26,7 +27,6 @@ from keepstep.errors import (
     StepError,
     ThreadBlocked,
 )
-from keepstep.crashpoints import reach
 from keepstep.ids import checked_name, new_id
 from keepstep.runtime import planner
 from keepstep.runtime.compiled import CompiledGraph
@@ -50,7 +50,7 @@ log = structlog.get_logger("keepstep.step")
 ON_FAILURE = ("raise", "return")
 _NAME_LENGTH_MAX = 200
 _AT_ONCE_MAX = 20
-"""Errands that the process which they follow from runs itself; more are left to the sweep, so that nobody is held up."""
+"""Errands that the process which they follow from runs itself; more are left to the sweep: nobody is held up."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -159,8 +159,8 @@ class ChildBook:
                 occurrence = self._occurrences.get(base, 0)
                 if occurrence and f"{base}:{occurrence - 1}" in self._under_way:
                     message = (
-                        f"two children of graph {wish.graph!r} are spawned at once with equal input; which is the first "
-                        "depends on timing: give each an explicit key=…"
+                        f"two children of graph {wish.graph!r} are spawned at once with equal input; which is the "
+                        "first depends on timing: give each an explicit key=…"
                     )
                     raise Conflict(message)
                 self._occurrences[base] = occurrence + 1
@@ -179,8 +179,8 @@ class ChildBook:
             message = f"spawn key {key!r} of graph {wish.graph!r} was used for another child of this node"
             raise Conflict(message)
         message = (
-            f"an earlier attempt of this node spawned child {found.name!r} under key {key!r} with other input: make what "
-            "the node spawns depend on its state and on effects only"
+            f"an earlier attempt of this node spawned child {found.name!r} under key {key!r} with other input: make "
+            "what the node spawns depend on its state and on effects only"
         )
         self._blocked = Diverged(message)
         raise self._blocked
@@ -304,8 +304,8 @@ class ChildBook:
             left = [state for call, state in self._known().items() if call not in self._asked]
         if left:
             message = (
-                f"before {before} an earlier attempt of this node spawned child {left[0].name!r}, which this one has not "
-                "asked for again: the retry goes another way than the attempt before it"
+                f"before {before}: an earlier attempt of this node spawned child {left[0].name!r}, which this one has "
+                "not asked for again: the retry goes another way than the attempt before it"
             )
             self._blocked = Diverged(message)
             raise self._blocked

@@ -122,7 +122,9 @@ class _Run:
         """Carry a graph that a node spawns a child of."""
         known = self._graphs.setdefault((graph.name, graph.version), graph)
         if known is not graph:
-            message = f"two graphs are named {graph.name!r}, version {graph.version!r}: a thread could not tell them apart"
+            message = (
+                f"two graphs are named {graph.name!r}, version {graph.version!r}: a thread could not tell them apart"
+            )
             raise GraphError(message)
         self._runtime.__dict__.pop("carried", None)  # it is made again, of what is carried now
 
@@ -153,7 +155,9 @@ class _Run:
             waits_for = f"a decision on {asked}" if asked else "a signal"
             unknown = [each.graph for each in self._children() if each.state == "wanted"]
             if unknown:
-                message = f"the run waits for a child of graph {unknown[0]!r}, which is not here: spawn the Graph itself"
+                message = (
+                    f"the run waits for a child of graph {unknown[0]!r}, which is not here: spawn the Graph itself"
+                )
                 raise Undecided(message)
             message = f"the run waits for {waits_for}; give graph.run decisions=… or signals=…"
             raise Undecided(message)

@@ -62,9 +62,7 @@ def _ended(
 ) -> list[Nudge]:
     store, fence = runtime.store, claim.fence
     if fence.run is not None:
-        return _each(
-            outcomes.finish_node(store, fence, status=status, error=error, failures=failures, events=events)
-        )
+        return _each(outcomes.finish_node(store, fence, status=status, error=error, failures=failures, events=events))
     return outcomes.stop(store, fence, status=status, error=error, failures=failures, events=events)
 
 

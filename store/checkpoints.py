@@ -312,8 +312,10 @@ def _commit_with_company(store: Store, fence: Fence, new: NewCheckpoint, params:
         if new.status != READY:
             ended = transaction.row(_RUN_ENDS, run_params)
             if ended is not None and ended[0]:
-                end = {"error": new.error, "branch": fence.branch, "seq": new.seq}
-                committed = committed._replace(told=tuple(children.end(transaction, new.run_id, new.status, **end)))
+                told = children.end(
+                    transaction, new.run_id, new.status, error=new.error, branch=fence.branch, seq=new.seq
+                )
+                committed = committed._replace(told=tuple(told))
         if new.signals_of:
             transaction.run(_SETTLE_WAITS, {"thread_id": fence.thread_id, "step": new.signals_of})
             transaction.run(_DROP_SIGNALS, {"thread_id": fence.thread_id})

@@ -1,9 +1,9 @@
 """Child rows: what stands between a parent's thread and the thread of a child that it spawned.
 
 A row is the outbox and the inbox between two threads. It goes from `wanted` (the parent's attempt committed it) over
-`started` (the child's thread has its run) and `ended` (that run has ended) to `delivered` (the parent was told, or nobody
-is left to be told). Each of these is written by a transaction that locks one thread at most: the parent's, or the
-child's. What is left to do between them (`errands`) has a `due_at`.
+`started` (the child's thread has its run) and `ended` (that run has ended) to `delivered` (the parent was told, or
+nobody is left to be told). Each of these is written by a transaction that locks one thread at most: the parent's, or
+the child's. What is left to do between them (`errands`) has a `due_at`.
 
 The functions here are parts of other transactions. A child row is locked after everything of the thread that the
 transaction has locked, and before audit.
@@ -14,8 +14,7 @@ from __future__ import annotations
 from collections.abc import Mapping
 from typing import Any, NamedTuple
 
-from sqlalchemy import Table, and_, case, insert, literal, or_, select, update
-from sqlalchemy import Text as TextType
+from sqlalchemy import case, insert, literal, select, update
 from sqlalchemy.sql.base import Executable
 
 from keepstep.store.engine import Store, Transaction
@@ -128,13 +127,19 @@ _REVIVE = Statement(
         .values(state=STARTED, status=None, error=None, branch=None, seq=None, due_at=None, tries=0, ended_at=None)
     )
 )
-_DELIVER = Statement(
-    lambda _dialect: (
-        update(child)
-        .where(child.c.run_id == param("run_id"), child.c.state == ENDED)
-        .values(state=DELIVERED, due_at=None, tries=0)
+
+
+def _delivered() -> Statement:
+    return Statement(
+        lambda _dialect: (
+            update(child)
+            .where(child.c.run_id == param("run_id"), child.c.state == ENDED)
+            .values(state=DELIVERED, due_at=None, tries=0)
+        )
     )
-)
+
+
+_TAKE, _TELL = _delivered(), _delivered()
 _NOBODY_ASKS = Statement(
     lambda _dialect: (
         update(child).where(child.c.run_id == param("run_id"), child.c.state == ENDED).values(due_at=None, tries=0)
@@ -196,18 +201,18 @@ def insert_wanted(transaction: Transaction, values: Mapping[str, Any]) -> None:
         transaction.run(_INSERT, values)
 
 
-def taken(transaction: Transaction, run_id: str) -> str | None:
+def take(transaction: Transaction, run_id: str) -> str | None:
     """Return how a child ended, for a wait that is being opened, None while it has not. The parent's lock is held."""
     found = locked(transaction, run_id)
     if found is None or found.state not in {ENDED, DELIVERED}:
         return None
-    transaction.run(_DELIVER, {"run_id": run_id})
+    transaction.run(_TAKE, {"run_id": run_id})
     return found.status
 
 
 def deliver(transaction: Transaction, run_id: str, *, told: bool) -> None:
     """Write down that a child's end has no more to be told: the parent knows, or it will ask when it joins."""
-    transaction.run(_DELIVER if told else _NOBODY_ASKS, {"run_id": run_id})
+    transaction.run(_TELL if told else _NOBODY_ASKS, {"run_id": run_id})
 
 
 def disown(transaction: Transaction, thread_id: str) -> list[Nudge]:

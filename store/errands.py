@@ -111,9 +111,7 @@ def _start(store: Store, wanted: ChildState) -> list[Nudge]:
     return nudges
 
 
-def _given_run(
-    transaction: Transaction, existing: ThreadState | None, found: ChildState, version: str
-) -> list[Nudge]:
+def _given_run(transaction: Transaction, existing: ThreadState | None, found: ChildState, version: str) -> list[Nudge]:
     new = NewRun(found.run_id, f"spawn {found.run_id}", found.digest, found.input, None, spawned=1)
     if existing is None:
         thread_id = new_id()
@@ -193,4 +191,3 @@ def _audit(transaction: Transaction, found: ChildState, thread_id: str, action: 
 def _text(code: str, message: str, **others: Any) -> str:
     """Return an error as the database's text columns hold it: see `runtime.outcome.error_text`."""
     return json.dumps({"code": code, "message": message, **others}, ensure_ascii=True)
-

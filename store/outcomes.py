@@ -333,8 +333,8 @@ def park(
     """Park a node run on waits: rows only, no worker; return a nudge when all of them are answered already.
 
     `waits` are those asked for the first time. A signal, and the end of a child, is delivered under the thread's lock
-    and this looks for early ones under the same lock, so none falls between. Approvals become visible by this commit and not before. Writes no
-    checkpoint and leaves the step key alone. Raises `StaleLease` when the lease is gone.
+    and this looks for early ones under the same lock, so none falls between. Approvals become visible by this commit
+    and not before. Writes no checkpoint and leaves the step key alone. Raises `StaleLease` when the lease is gone.
     """
     with store.transaction() as transaction:
         locked = lock(transaction, fence)
@@ -361,7 +361,7 @@ def _open(transaction: Transaction, place: dict[str, Any], new: NewWait) -> None
         wanted = {"thread_id": place["thread_id"], "name": new.signal_name, "key": new.signal_key}
         early = take_signal(transaction, wanted, consumer=f"{place['step']}/{place['run']}#{new.occurrence}")
     if new.child_run is not None:
-        ended = children.taken(transaction, new.child_run)
+        ended = children.take(transaction, new.child_run)
         early = None if ended is None else ended.encode()
     transaction.run(
         _INSERT_WAIT,

@@ -9,8 +9,8 @@ pending write. An **effect** is the journal of one outside action. A **wait** is
 **approval** is the question behind a wait and a **decision** one person's word on it. A **signal** is kept until a wait
 consumes it. **audit** says who asked for what, and its unique command id is what makes every command idempotent.
 **event** is what nodes tell the world (`ctx.emit`). A **child** row stands between two threads, a parent and the child
-it spawned: it says what one still has to do to the other, so that no transaction ever locks both. A **worker** row is one worker process and how long it is believed
-to be alive.
+it spawned: it says what one still has to do to the other, so that no transaction ever locks both. A **worker** row is
+one worker process and how long it is believed to be alive.
 
 Times are seconds since 1970 (UTC) by the database's clock. Payload columns are opaque bytes. Text columns hold names
 checked at the door or text escaped for the database. Every row carries its tenant. Tables are prefixed, so that they

@@ -67,8 +67,9 @@ _DUE_NODE_RUNS = _due(node_run)
 
 
 def sweep(store: Store, *, carried: str, takeover: bool, limit: int, judge: str | None = None) -> list[Nudge]:
-    """Fire what the time has answered, run the errands of the dead, give up dead workers; return the nudges of what is
-    due in nobody's hands.
+    """Fire what the time has answered, give up dead workers, and return the nudges of what is due in nobody's hands.
+
+    Errands between parents and children that nobody runs any more are run here.
 
     `carried` limits it to graphs this worker can run (`workers.carried_text`); `takeover` False leaves the leases of
     silent workers alone (see `Liveness`: a worker that was itself cut off must not judge others), and so does `judge`,

@@ -15,7 +15,7 @@ from keepstep.tasks.forkgate import Gate
 from keepstep.tasks.liveness import Liveness
 from keepstep.tasks.registration import Registration
 from keepstep.tasks.sweeper import Sweeper
-from tests.simulation.agents import GRAPHS
+from tests.simulation.agents import GRAPHS, SPECIALISTS
 from tests.simulation.fibers import Fiber
 from tests.simulation.seams import SimulatedWatchdog
 
@@ -31,7 +31,7 @@ Key = tuple[str, str]
 @functools.cache
 def carried() -> dict[Key, CompiledGraph]:
     """Return the graphs that a worker carries, unless it is of another release."""
-    compiled = [graph.compile() for graph in GRAPHS.values()]
+    compiled = [graph.compile() for graph in (*GRAPHS.values(), *SPECIALISTS.values())]
     return {(graph.name, graph.version): graph for graph in compiled}
 
 

@@ -22,7 +22,10 @@ from tests.simulation.outside import Outside
 from tests.simulation.workers import SETTINGS, Attempt, Child, Process, SimulatedWorker, carried
 
 _BEGINNING = 1_900_000_000.0
-_SORE = {"in effect", "after_intent", "after_call", "before_commit", "before_pending_write", "before_park"}
+_SORE = {
+    *("in effect", "after_intent", "after_call", "before_commit", "before_pending_write", "before_park"),
+    *("before_spawn", "after_spawn", "before_deliver", "before_child_cancel"),
+}
 """Where most can go wrong, and so where most does."""
 # Made once: a codec knows its graph's types and nothing of the world that uses it.
 _codecs: dict[tuple[str, str], Codec] = {}

@@ -28,6 +28,8 @@ reads `price` (step 1), pays the `fare` (2), fans out three seats (3), asks the 
 for the `tide`'s signal (5), sleeps a `night` (6) and reads the `toll` (7). It then compares with an undisturbed run:
 the history is one line whose digests are right, and the starts of each node run, the bodies entered, the calls that a
 server outside has counted, the commands applied, the events and the final state differ by nothing but what stands here.
+`tests/crash/test_families.py` does the same to a fleet that spawns a `.boat` and joins it, and to one that is cancelled
+while its boat tows another.
 
 | point | what has happened there | killed at | what it costs |
 |---|---|---|---|

@@ -22,7 +22,6 @@ from keepstep.errors import (
     Conflict,
     DatabaseUnavailable,
     Diverged,
-    DuplicateRow,
     InvalidInput,
     StepError,
     ThreadBlocked,
@@ -99,6 +98,7 @@ class ChildBook:
         self._journal = journal
         self._waits = waits
         self._found: dict[str, ChildState] | None = None if load else {}
+        self._by_run: dict[str, ChildState] | None = None
         self._asked: set[str] = set()
         self._under_way: set[str] = set()
         self._new: set[str] = set()
@@ -268,15 +268,25 @@ class ChildBook:
         if not isinstance(child, Child):
             message = f"ctx.join takes the children that ctx.spawn returned, not {type(child).__name__}"
             raise InvalidInput(message)
-        if any(each.run_id == child.run for each in self._known().values()):
-            return
-        found = children.by_run(self._runtime.store, child.run)
+        found = self._row(child.run)
         if found is None or found.thread_id != self._fence.thread_id:
             message = f"thread {self._place.thread!r} has no child {child.thread!r} of graph {child.graph!r}"
             raise InvalidInput(message)
 
+    def _row(self, run_id: str) -> ChildState | None:
+        with self._lock:
+            if self._by_run is None:
+                self._by_run = {state.run_id: state for state in self._known().values()}
+            found = self._by_run.get(run_id)
+            # Only what was delivered is final.
+            if found is None or found.state != children.DELIVERED:
+                found = children.by_run(self._runtime.store, run_id)
+                if found is not None:
+                    self._by_run[run_id] = found
+            return found
+
     def _result(self, child: Child) -> ChildResult:
-        found = children.by_run(self._runtime.store, child.run)
+        found = self._row(child.run)
         if found is None or found.status is None:
             message = f"child {child.thread!r} has ended and left nothing"
             raise StepError(message)
@@ -349,7 +359,7 @@ def attended(runtime: Runtime, nudges: Sequence[Nudge]) -> list[Nudge]:
         nudge = todo.pop(0)
         try:
             more = errands.run(runtime.store, nudge)
-        except (DatabaseUnavailable, DuplicateRow) as error:
+        except DatabaseUnavailable as error:
             log.warning("errand_left_to_sweep", run=nudge.run, reason=error.message)
             continue
         followed += [each for each in more if each.kind != "child"]

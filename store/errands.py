@@ -54,13 +54,11 @@ def spawn(store: Store, fence: Fence, new: NewChild) -> None:
 
 def run(store: Store, nudge: Nudge) -> list[Nudge]:
     """Do what is left to do for the child that a nudge names; return the nudges of what follows."""
-    for last in (*[False] * (_RACES_MAX - 1), True):
+    for _ in range(_RACES_MAX):
         try:
             return _run(store, nudge.run)
         except DuplicateRow:
-            if last:
-                raise
-            # Somebody made a thread of the child's name at this moment: now it is there to be found.
+            continue  # somebody made a thread of the child's name at this moment: now it is there to be found
     return []
 
 

@@ -143,6 +143,53 @@ def test_parents_and_children_that_end_and_are_cancelled_at_once_never_lock_each
     assert deadlocks(d) == 0
 
 
+def test_a_parent_that_is_cancelled_while_it_spawns_leaves_nothing_that_runs(served):
+    graph, begun = Graph("parent", state=Log), threading.Event()
+
+    @graph.node
+    def node(_state, ctx):
+        spawned = [ctx.spawn(child, {"number": 0})]
+        begun.set()
+        return ctx.join(*spawned, *(ctx.spawn(child, {"number": number}) for number in range(1, 4)))
+
+    graph.edge(START, "node")
+    graph.edge("node", END)
+    d = served(graph, child)
+    actors = [d.worker_of(pid=10 + number) for number in range(3)]
+    spawned = 0
+
+    def cancel():
+        assert begun.wait(20)
+        d.control("cancel", thread=name, worker=actors[1])
+
+    for number in range(ROUNDS):
+        name = f"p{number}"
+        d.start(thread=name)
+        nudge = d.queue.pop(0)
+        begun.clear()
+        at_once(
+            [
+                lambda: d.work(nudge, actors[0]),  # noqa: B023  they end in this round
+                cancel,
+                lambda: d.sweep(worker=actors[2]),
+            ]
+        )
+        d.execute("UPDATE keepstep_child SET due_at = 0 WHERE due_at IS NOT NULL")
+        d.sweep()
+        while d.queue:
+            d.work(d.queue.pop(0))
+
+        assert d.reader.get(name).status == "cancelled"
+        for each in d.reader.children(name):
+            spawned += 1
+            assert (each.state, each.status) == ("delivered", "cancelled")
+            assert each.id is None or d.reader.get(each.id).status == "cancelled"
+    threads = query(d, "SELECT count(*) FROM keepstep_thread WHERE agent = 'child' AND status != 'cancelled'")
+    assert threads == [(0,)]
+    assert ROUNDS <= spawned <= 4 * ROUNDS
+    assert deadlocks(d) == 0
+
+
 def test_a_parent_whose_children_end_all_at_once_goes_on_once(served):
     d = served(parent_of(4), child)
     actors = [d.worker_of(pid=10 + number) for number in range(5)]

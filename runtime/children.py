@@ -20,7 +20,6 @@ from keepstep.crashpoints import reach
 from keepstep.errors import (
     ChildFailed,
     Conflict,
-    DatabaseUnavailable,
     Diverged,
     InvalidInput,
     StepError,
@@ -217,7 +216,7 @@ class ChildBook:
             branch=None,
             seq=None,
             due_at=None,
-            **new._asdict(),
+            **{field: value for field, value in new._asdict().items() if field != "input"},
         )
         with self._lock:
             self._new.add(call)
@@ -359,8 +358,8 @@ def attended(runtime: Runtime, nudges: Sequence[Nudge]) -> list[Nudge]:
         nudge = todo.pop(0)
         try:
             more = errands.run(runtime.store, nudge)
-        except DatabaseUnavailable as error:
-            log.warning("errand_left_to_sweep", run=nudge.run, reason=error.message)
+        except Exception as error:  # noqa: BLE001  what it follows from is committed, and must not seem to have failed
+            log.warning("errand_left_to_sweep", run=nudge.run, error=type(error).__name__, reason=str(error)[:500])
             continue
         followed += [each for each in more if each.kind != "child"]
         todo += [each for each in more if each.kind == "child"]

@@ -42,7 +42,6 @@ class ChildState(NamedTuple):
     name: str
     run_id: str
     child_id: str | None
-    input: bytes
     digest: bytes
     lease_seconds: float
     state: str
@@ -59,6 +58,7 @@ _NEW = (
     *("thread_id", "step", "run", "call", "tenant", "application", "agent", "graph_version", "name", "run_id"),
     *("input", "digest", "lease_seconds"),
 )
+_INPUT = Statement(lambda _dialect: select(child.c.input).where(child.c.run_id == param("run_id")))
 _OF_RUN = Statement(
     lambda _dialect: (
         select(*_COLUMNS)
@@ -225,6 +225,11 @@ def disown(transaction: Transaction, thread_id: str) -> list[Nudge]:
 
 
 # --- of the child's transactions ---
+
+
+def input_of(transaction: Transaction, run_id: str) -> bytes:
+    """Return what a child's run is given."""
+    return bytes(transaction.rows(_INPUT, {"run_id": run_id})[0][0])
 
 
 def start(transaction: Transaction, run_id: str, child_id: str, graph_version: str) -> None:

@@ -11,8 +11,10 @@ from __future__ import annotations
 import json
 from typing import Any, NamedTuple
 
+import structlog
+
 from keepstep.crashpoints import reach
-from keepstep.errors import DuplicateRow, RunInProgress, UnknownGraph
+from keepstep.errors import DatabaseUnavailable, DuplicateRow, RunInProgress, UnknownGraph
 from keepstep.ids import new_id
 from keepstep.store import children, threads, waits
 from keepstep.store.children import ChildState
@@ -21,6 +23,8 @@ from keepstep.store.leases import Fence, Nudge
 from keepstep.store.outcomes import hold
 from keepstep.store.schema import ENDED
 from keepstep.store.threads import NewRun, ThreadState
+
+log = structlog.get_logger("keepstep.store")
 
 _RACES_MAX = 3
 
@@ -69,7 +73,14 @@ def finish_due(store: Store, *, limit: int) -> list[Nudge]:
     for _ in range(2 * limit):
         if not todo:
             break
-        followed = run(store, todo.pop(0))
+        nudge = todo.pop(0)
+        try:
+            followed = run(store, nudge)
+        except DatabaseUnavailable:
+            raise
+        except Exception as error:  # noqa: BLE001  one that cannot be done must not hold up the others
+            log.warning("errand_failed", run=nudge.run, error=type(error).__name__, reason=str(error)[:500])
+            continue
         todo += [each for each in followed if each.kind == "child"]
         nudges += [each for each in followed if each.kind != "child"]
     return nudges
@@ -110,7 +121,8 @@ def _start(store: Store, wanted: ChildState) -> list[Nudge]:
 
 
 def _given_run(transaction: Transaction, existing: ThreadState | None, found: ChildState, version: str) -> list[Nudge]:
-    new = NewRun(found.run_id, f"spawn {found.run_id}", found.digest, found.input, None, spawned=1)
+    given = children.input_of(transaction, found.run_id)
+    new = NewRun(found.run_id, f"spawn {found.run_id}", found.digest, given, None, spawned=1)
     if existing is None:
         thread_id = new_id()
         nudges = [

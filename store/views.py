@@ -224,6 +224,19 @@ _PARENTS = Statement(
         .order_by(child.c.created_at, child.c.run_id)
     )
 )
+_UNSTARTED = Statement(
+    lambda _dialect: (
+        select(child.c.agent, func.count())
+        .where(
+            child.c.tenant == param("tenant"),
+            child.c.due_at.is_not(None),  # as the index says it
+            child.c.state == "wanted",
+            child.c.created_at <= db_now() - param("overdue"),
+        )
+        .group_by(child.c.agent)
+        .order_by(child.c.agent)
+    )
+)
 _NEXT_ERRAND = Statement(
     lambda _dialect: select(func.min(child.c.due_at)).where(
         child.c.thread_id == param("thread_id"), child.c.due_at.is_not(None), child.c.error.is_(None)
@@ -433,6 +446,12 @@ def waits(store: Store, thread_id: str) -> list[WaitView]:
 def children(store: Store, thread_id: str) -> list[ChildView]:
     """Return the children that a thread has spawned, in order."""
     return [ChildView(*row) for row in store.rows(_CHILDREN, {"thread_id": thread_id})]
+
+
+def unstarted(store: Store, tenant: str, *, overdue_seconds: float) -> list[tuple[str, int]]:
+    """Return (graph, children) of those that have waited to be started for too long."""
+    rows = store.rows(_UNSTARTED, {"tenant": tenant, "overdue": overdue_seconds})
+    return [(row[0], int(row[1])) for row in rows]
 
 
 def parents(store: Store, thread_id: str) -> list[ChildView]:

@@ -302,3 +302,10 @@ def _threads(session: Session, settings: Settings, store: Store) -> Iterator[Fin
                 "hands, although a live worker carries it",
                 "all workers may be busy (raise --concurrency, add workers), or stuck: look at their logs",
             )
+    for graph, count in views.unstarted(store, settings.tenant, overdue_seconds=overdue_seconds):
+        yield Finding(
+            "problem",
+            "graphs",
+            f"{count} children of {graph} are wanted and not started: no live worker carries a graph of that name",
+            "run a worker with the module that defines it",
+        )

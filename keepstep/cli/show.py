@@ -23,7 +23,7 @@ _EVENTS_MAX = 10_000
 
 @command("show", panel=PANEL, reads=True, example="keepstep show order-81")
 def show(session: Session, *, thread: ThreadName, graph: GraphName = None) -> None:
-    """Show a thread: its status, runs, node runs under way, waits, effects, and who asked for what."""
+    """Show a thread: its status, parent, runs, node runs under way, waits, children, effects, who asked for what."""
     with session.reader() as reader:
         found = reader.get(thread, graph=graph)
         if session.as_json:

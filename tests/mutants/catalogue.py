@@ -382,7 +382,7 @@ MUTANTS = (
         "a retry may leave out a child",
         "runtime/effects.py",
         (("        self.beside(before)\n", ""),),
-        (_CHILDREN + "a_retry_that_goes_another_way_is_blocked[sqlite-nothing-plain]",),
+        (_CHILDREN + "a_retry_that_goes_another_way_is_blocked[nothing-plain]",),
     ),
     Mutant(
         "children",

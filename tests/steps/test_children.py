@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import json
 from collections import Counter
 from dataclasses import dataclass
 from decimal import Decimal
@@ -12,6 +13,7 @@ import pytest
 from sqlalchemy import text
 
 from keepstep import END, START, Child, ChildFailed, Graph, Retry, Send, append
+from keepstep.cli.program import run
 from keepstep.crashpoints import Died
 from keepstep.errors import InvalidInput, StateError
 from keepstep.runtime import children as book
@@ -383,7 +385,7 @@ def test_a_retry_finds_the_children_of_the_attempt_before_it(deploy):
 
 @pytest.mark.parametrize("catches", [False, True], ids=["plain", "caught"])
 @pytest.mark.parametrize("again", ["other input", "nothing", "another child first"])
-def test_a_retry_that_goes_another_way_is_blocked(deploy, again, catches):
+def test_a_retry_that_goes_another_way_is_blocked(timed, again, catches):
     expert = specialist()
 
     def asks(ctx):
@@ -403,7 +405,7 @@ def test_a_retry_that_goes_another_way_is_blocked(deploy, again, catches):
         except Exception:  # noqa: BLE001  as a careless node does
             return "swallowed"
 
-    d = deploy(lead(body, retry=AGAIN), expert)
+    d = timed(lead(body, retry=AGAIN), expert)
     d.start()
     assert d.drain() == "blocked"
     code, message = d.error
@@ -680,7 +682,7 @@ def test_a_thread_that_is_there_is_given_another_run_unless_one_has_not_ended(de
         (lambda ctx, expert: ctx.join(on_failure="ignore"), InvalidInput, "on_failure must be one of raise, return"),
     ],
 )
-def test_what_cannot_be_is_refused_and_writes_nothing(deploy, act, error, says):
+def test_what_cannot_be_is_refused_and_writes_nothing(timed, act, error, says):
     expert, seen = specialist(), []
 
     def body(_state, ctx):
@@ -689,7 +691,7 @@ def test_what_cannot_be_is_refused_and_writes_nothing(deploy, act, error, says):
         seen.append(raised.value.message)
         return ctx.join()
 
-    d = deploy(lead(body), expert)
+    d = timed(lead(body), expert)
     d.start()
     assert (d.drain(), d.values()["log"], rows(d)) == ("done", [[]], [])
     assert says in seen[0]
@@ -711,3 +713,40 @@ def test_a_child_of_another_thread_is_nobodys_to_join(deploy):
     d.drain()
     thief = d.reader.get("thief")
     assert (thief.status, thief.error["code"]) == ("failed", "invalid_input")
+
+
+# --- looking ---
+
+
+def test_the_command_line_shows_parent_and_children(timed, sqlite_url, monkeypatch, capsys):
+    expert = specialist()
+
+    def body(_state, ctx):
+        return ctx.join(*(ctx.spawn(name, {"topic": topic}) for name, topic in (("nobody", "x"), (expert, "slow"))))
+
+    d = timed(lead(body), expert, specialist(name="other"))
+    d.start()
+    d.drain()
+    monkeypatch.setenv("KEEPSTEP_DATABASE", sqlite_url)
+    unknown, child = d.reader.children("t")
+
+    assert run(["show", "t"]) == 0
+    told = [" ".join(line.split()) for line in capsys.readouterr().out.splitlines()]
+    assert f"node child {unknown.thread}" in told
+    assert "Children (0 of 2 ended, the last 2)" in told
+    assert f"{unknown.thread} nobody wanted node unknown_graph: no worker carries a graph named 'nobody'" in told
+    assert f"{child.thread} specialist waiting node" in told
+    assert run(["show", child.thread]) == 0
+    assert "parent t (lead)" in [" ".join(line.split()) for line in capsys.readouterr().out.splitlines()]
+    assert run(["show", child.thread, "--json"]) == 0
+    document = json.loads(capsys.readouterr().out)
+    (parent,) = document["parents"]
+    assert (parent["parent"], parent["run"], parent["state"], document["children"]) == ("t", child.run, "started", [])
+    assert run(["threads"]) == 0
+    assert f"waits for child {unknown.thread}" in " ".join(capsys.readouterr().out.split())
+
+    d.execute("UPDATE keepstep_child SET created_at = 0")
+    run(["doctor", "--json"])
+    checks = json.loads(capsys.readouterr().out)["checks"]
+    text = "1 children of nobody are wanted and not started: no live worker carries a graph of that name"
+    assert [check["text"] for check in checks if "children" in check["text"]] == [text]

@@ -17,11 +17,12 @@ from keepstep.runtime.codec import view
 from keepstep.runtime.history import verify
 from keepstep.runtime.planner import HIDDEN
 from keepstep.settings import Settings
-from keepstep.store import views
+from keepstep.store import kin, views
 from keepstep.store.engine import Store
+from keepstep.store.kin import KinView
 from keepstep.store.leases import CheckpointRow
 from keepstep.store.schema import BLOCKED, ENDED
-from keepstep.store.views import AuditView, ChildView, EffectView, NodeRunView, RunView, ThreadView, WaitView
+from keepstep.store.views import AuditView, EffectView, NodeRunView, RunView, ThreadView, WaitView
 
 _TIME_MAX = datetime(9999, 1, 1, tzinfo=UTC).timestamp()
 _POLL_SECONDS_MIN, _POLL_SECONDS_MAX = 0.02, 0.5
@@ -203,11 +204,11 @@ class Reader:
 
     def children(self, thread: str, *, graph: str | None = None) -> list[Kin]:
         """Return the children that a thread has spawned, in order."""
-        return [_kin_of(row) for row in views.children(self._store, self._one(thread, graph).id)]
+        return [_kin_of(row) for row in kin.children(self._store, self._one(thread, graph).id)]
 
     def parents(self, thread: str, *, graph: str | None = None) -> list[Kin]:
         """Return by whom runs of a thread were spawned, in order: one entry of a child that has been given one run."""
-        return [_kin_of(row) for row in views.parents(self._store, self._one(thread, graph).id)]
+        return [_kin_of(row) for row in kin.parents(self._store, self._one(thread, graph).id)]
 
     def audit(self, thread: str, *, graph: str | None = None) -> list[AuditView]:
         """Return who asked for what of a thread, in order."""
@@ -341,7 +342,8 @@ class Reader:
 
     def next_due(self, thread_id: str) -> float | None:
         """Return when time will wake a thread that waits (seconds since 1970), None when only people can."""
-        return views.next_due(self._store, thread_id)
+        found = (views.next_due(self._store, thread_id), kin.next_errand(self._store, thread_id))
+        return min((each for each in found if each is not None), default=None)
 
 
 def _shown(text: Any) -> str:
@@ -369,7 +371,7 @@ def _thread_of(row: ThreadView) -> Thread:
     )
 
 
-def _kin_of(row: ChildView) -> Kin:
+def _kin_of(row: KinView) -> Kin:
     return Kin(
         row.parent,
         row.parent_agent,

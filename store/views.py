@@ -157,28 +157,6 @@ class WaitView(NamedTuple):
     answered_at: float | None
 
 
-class ChildView(NamedTuple):
-    """A child, its parent, and how its thread is."""
-
-    parent_id: str
-    parent_agent: str
-    parent: str
-    step: str
-    run: str
-    agent: str
-    graph_version: str | None
-    name: str
-    run_id: str
-    child_id: str | None
-    state: str
-    cancel: int
-    status: str | None
-    error: str | None
-    thread_status: str | None
-    created_at: float
-    ended_at: float | None
-
-
 class AuditView(NamedTuple):
     """Who asked for what."""
 
@@ -201,47 +179,6 @@ class EventView(NamedTuple):
     at: float
 
 
-_parent = thread.alias("parent")
-_CHILD_COLUMNS = [
-    *(child.c.thread_id, _parent.c.agent, _parent.c.name.label("parent"), child.c.step, child.c.run, child.c.agent),
-    *(child.c.graph_version, child.c.name, child.c.run_id, child.c.child_id, child.c.state, child.c.cancel),
-    *(child.c.status, child.c.error, thread.c.status.label("thread_status"), child.c.created_at, child.c.ended_at),
-]
-_KIN = child.join(_parent, _parent.c.id == child.c.thread_id).outerjoin(thread, thread.c.id == child.c.child_id)
-_CHILDREN = Statement(
-    lambda _dialect: (
-        select(*_CHILD_COLUMNS)
-        .select_from(_KIN)
-        .where(child.c.thread_id == param("thread_id"))
-        .order_by(child.c.created_at, child.c.run_id)
-    )
-)
-_PARENTS = Statement(
-    lambda _dialect: (
-        select(*_CHILD_COLUMNS)
-        .select_from(_KIN)
-        .where(child.c.child_id == param("thread_id"))
-        .order_by(child.c.created_at, child.c.run_id)
-    )
-)
-_UNSTARTED = Statement(
-    lambda _dialect: (
-        select(child.c.agent, func.count())
-        .where(
-            child.c.tenant == param("tenant"),
-            child.c.due_at.is_not(None),  # as the index says it
-            child.c.state == "wanted",
-            child.c.created_at <= db_now() - param("overdue"),
-        )
-        .group_by(child.c.agent)
-        .order_by(child.c.agent)
-    )
-)
-_NEXT_ERRAND = Statement(
-    lambda _dialect: select(func.min(child.c.due_at)).where(
-        child.c.thread_id == param("thread_id"), child.c.due_at.is_not(None), child.c.error.is_(None)
-    )
-)
 _THREAD_COLUMNS = [thread.c[name] for name in ThreadView._fields]
 _FIND = Statement(
     lambda _dialect: (
@@ -443,22 +380,6 @@ def waits(store: Store, thread_id: str) -> list[WaitView]:
     return [WaitView(*row) for row in store.rows(_WAITS, {"thread_id": thread_id})]
 
 
-def children(store: Store, thread_id: str) -> list[ChildView]:
-    """Return the children that a thread has spawned, in order."""
-    return [ChildView(*row) for row in store.rows(_CHILDREN, {"thread_id": thread_id})]
-
-
-def unstarted(store: Store, tenant: str, *, overdue_seconds: float) -> list[tuple[str, int]]:
-    """Return (graph, children) of those that have waited to be started for too long."""
-    rows = store.rows(_UNSTARTED, {"tenant": tenant, "overdue": overdue_seconds})
-    return [(row[0], int(row[1])) for row in rows]
-
-
-def parents(store: Store, thread_id: str) -> list[ChildView]:
-    """Return by whom the runs of a thread were spawned, in order."""
-    return [ChildView(*row) for row in store.rows(_PARENTS, {"thread_id": thread_id})]
-
-
 def audits(store: Store, thread_id: str) -> list[AuditView]:
     """Return who asked for what of a thread, in order."""
     return [AuditView(*row) for row in store.rows(_AUDIT, {"thread_id": thread_id})]
@@ -496,7 +417,7 @@ def seq_of(store: Store, thread_id: str, branch: int, checkpoint_id: str) -> int
 
 def next_due(store: Store, thread_id: str) -> float | None:
     """Return when the time will answer something that a thread waits for, None when it waits for no time."""
-    statements = (_NEXT_DUE, _NEXT_DUE_NODE, _NEXT_DUE_THREAD, _NEXT_ERRAND)
+    statements = (_NEXT_DUE, _NEXT_DUE_NODE, _NEXT_DUE_THREAD)
     found = [row[0] for statement in statements for row in store.rows(statement, {"thread_id": thread_id})]
     times = [float(each) for each in found if each is not None]
     return min(times) if times else None

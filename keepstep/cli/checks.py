@@ -16,7 +16,7 @@ from keepstep import __version__, broker, places
 from keepstep.cli.session import Session
 from keepstep.errors import DatabaseUnavailable, KeepstepError
 from keepstep.settings import Settings
-from keepstep.store import migrate, views, workers
+from keepstep.store import kin, migrate, views, workers
 from keepstep.store.engine import Store
 
 if TYPE_CHECKING:
@@ -302,7 +302,7 @@ def _threads(session: Session, settings: Settings, store: Store) -> Iterator[Fin
                 "hands, although a live worker carries it",
                 "all workers may be busy (raise --concurrency, add workers), or stuck: look at their logs",
             )
-    for graph, count in views.unstarted(store, settings.tenant, overdue_seconds=overdue_seconds):
+    for graph, count in kin.unstarted(store, settings.tenant, overdue_seconds=overdue_seconds):
         yield Finding(
             "problem",
             "graphs",

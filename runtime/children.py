@@ -89,13 +89,23 @@ class ChildBook:
     """The children of one attempt of a node run: those its earlier attempts spawned, and those it asks for."""
 
     def __init__(
-        self, runtime: Runtime, fence: Fence, place: Place, journal: Journal, waits: WaitBook, *, load: bool
+        self,
+        runtime: Runtime,
+        fence: Fence,
+        place: Place,
+        journal: Journal,
+        waits: WaitBook,
+        *,
+        priority: int,
+        load: bool,
     ) -> None:
+        """`priority`: the thread's, which its children get; `load`: whether earlier attempts may have spawned some."""
         self._runtime = runtime
         self._fence = fence
         self._place = place
         self._journal = journal
         self._waits = waits
+        self._priority = priority
         self._found: dict[str, ChildState] | None = None if load else {}
         self._by_run: dict[str, ChildState] | None = None
         self._asked: set[str] = set()
@@ -200,6 +210,7 @@ class ChildBook:
             run_id=new_id(),
             input=wish.input,
             digest=wish.digest,
+            priority=self._priority,
             lease_seconds=self._runtime.lease_seconds(settings.node_timeout_seconds),
         )
         store = self._runtime.store

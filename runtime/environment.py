@@ -2,18 +2,29 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 from functools import cached_property
 
+import structlog
+
+from keepstep.errors import DatabaseUnavailable
 from keepstep.runtime.codec import Codec
 from keepstep.runtime.compiled import CompiledGraph, Node
+from keepstep.runtime.limits import RunningMax
 from keepstep.runtime.types import TypeRegistry
 from keepstep.runtime.watchdog import Watchdog
 from keepstep.settings import Settings
+from keepstep.store.admission import Admission
 from keepstep.store.engine import Store
 from keepstep.store.leases import Nudge, Owner
 from keepstep.store.workers import carried_text
+
+log = structlog.get_logger("keepstep.step")
+
+
+def _read_from_store() -> Mapping[str, int]:
+    return {}
 
 
 @dataclass
@@ -34,12 +45,40 @@ class Runtime:
     on_spawn: Callable[[CompiledGraph], None] | None = None
     """Told every graph that a node spawns a child of, for a process that carries whatever it meets."""
     watchdog: Watchdog = field(default_factory=Watchdog)
+    running_max: Callable[[], Mapping[str, int]] = _read_from_store
+    """The limits on what runs at once (see `store/limits.py`)."""
     _codecs: dict[tuple[str, str], Codec] = field(default_factory=dict)
+
+    def __post_init__(self) -> None:
+        """Read the limits from the store, unless somebody else says them."""
+        if self.running_max is _read_from_store:
+            self.running_max = RunningMax(self.store, self.graphs.values())
+
+    @cached_property
+    def admission(self) -> Admission:
+        """What finds due rows of the graphs this process carries."""
+        return Admission(self.store, self.graphs)
+
+    def next_within(self, scopes: Iterable[str]) -> list[Nudge]:
+        """Return the nudges of what may run now that one less runs under these limits."""
+        if not scopes:
+            return []
+        try:
+            return self.admission.look(lambda _queue: 1, self.running_max(), scopes=scopes).nudges
+        except DatabaseUnavailable as error:
+            log.info("left_to_sweep", reason=error.message)
+            return []
 
     @cached_property
     def carried(self) -> str:
         """The graphs this process carries, as claims and sweeps spell them."""
         return carried_text(list(self.graphs))
+
+    def carries_more(self) -> None:
+        """Heed the graphs that were added to `graphs`."""
+        self.__dict__.pop("carried", None)
+        self.__dict__.pop("admission", None)
+        self.running_max = RunningMax(self.store, self.graphs.values())
 
     @cached_property
     def plain_codec(self) -> Codec:

@@ -43,7 +43,7 @@ from keepstep.runtime.watchdog import alarm
 from keepstep.store import checkpoints, leases
 from keepstep.store import waits as stored_waits
 from keepstep.store.checkpoints import NewEvent
-from keepstep.store.leases import Claim
+from keepstep.store.claims import Claim
 
 log = structlog.get_logger("keepstep.step")
 _UNAVAILABLE_SECONDS = 5.0
@@ -208,7 +208,7 @@ def _prepared(runtime: Runtime, node_run: NodeRun, deadline: float) -> Attempt:
         remaining=lambda: deadline - time.monotonic(),
     )
     book = WaitBook(codec, lambda: stored_waits.of_run(runtime.store, thread.id, node_run.step, run.id) if load else [])
-    children = ChildBook(runtime, fence, place, journal, book, load=load)
+    children = ChildBook(runtime, fence, place, journal, book, priority=thread.priority, load=load)
     attempt = Attempt(place, journal, book, children, codec, run.failures)
     if load:
         attempt.published = functools.cache(

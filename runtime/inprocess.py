@@ -126,7 +126,7 @@ class _Run:
                 f"two graphs are named {graph.name!r}, version {graph.version!r}: a thread could not tell them apart"
             )
             raise GraphError(message)
-        self._runtime.__dict__.pop("carried", None)  # it is made again, of what is carried now
+        self._runtime.carries_more()
 
     def _failed(self, error: BaseException) -> None:
         # A node that waits is left by a signal that is nobody's error.
@@ -162,7 +162,8 @@ class _Run:
             message = f"the run waits for {waits_for}; give graph.run decisions=… or signals=…"
             raise Undecided(message)
         self._clock.skipped_seconds += max(0.0, due_at - self._clock())
-        self._queue += sweep.sweep(self._store, carried=self._runtime.carried, takeover=False, limit=1000)
+        self._queue += sweep.sweep(self._store, takeover=False, limit=1000)
+        self._queue += self._runtime.admission.look(lambda _queue: 1000, self._runtime.running_max()).nudges
 
     def _threads(self) -> list[str]:
         return [thread.id for thread in self._reader.threads(limit=_THREADS_MAX)]
@@ -173,7 +174,7 @@ class _Run:
     def _send(self, verb: str, **fields: Any) -> Accepted:
         defaults: dict[str, Any] = {"verb": verb, "id": new_id(), "tenant": "default", "application": "default"}
         if verb == "start":
-            defaults |= {"request_id": None, "if_running": "reject"}
+            defaults |= {"request_id": None, "if_running": "reject", "priority": None}
         accepted = commands.accept(self._runtime, SimpleNamespace(**{**defaults, **fields}))
         self._queue += accepted.nudges
         return accepted

@@ -43,6 +43,7 @@ class ChildState(NamedTuple):
     run_id: str
     child_id: str | None
     digest: bytes
+    priority: int
     lease_seconds: float
     state: str
     cancel: int
@@ -56,7 +57,7 @@ class ChildState(NamedTuple):
 _COLUMNS = [child.c[name] for name in ChildState._fields]
 _NEW = (
     *("thread_id", "step", "run", "call", "tenant", "application", "agent", "graph_version", "name", "run_id"),
-    *("input", "digest", "lease_seconds"),
+    *("input", "digest", "priority", "lease_seconds"),
 )
 _INPUT = Statement(lambda _dialect: select(child.c.input).where(child.c.run_id == param("run_id")))
 _OF_RUN = Statement(
@@ -189,7 +190,7 @@ def locked(transaction: Transaction, run_id: str) -> ChildState | None:
 
 def nudge(run_id: str, child_id: str | None) -> Nudge:
     """Return the nudge that says that something is left to do between a child and its parent."""
-    return Nudge("child", child_id or "", 0, 0, run_id)
+    return Nudge("child", child_id or "", 0, "", 0, run=run_id)
 
 
 # --- of the parent's transactions ---

@@ -43,6 +43,7 @@ class NewChild(NamedTuple):
     run_id: str
     input: bytes
     digest: bytes
+    priority: int
     lease_seconds: float
 
 
@@ -134,13 +135,14 @@ def _given_run(transaction: Transaction, existing: ThreadState | None, found: Ch
                 agent=found.agent,
                 name=found.name,
                 graph_version=version,
+                priority=found.priority,
                 lease_seconds=found.lease_seconds,
                 first=new,
             )
         ]
     elif existing.status in ENDED and not existing.queued:
         thread_id = existing.id
-        nudges = [each for each in (threads.add_run(transaction, existing, version, new),) if each]
+        nudges = [each for each in (threads.add_run(transaction, existing, version, new, priority=None),) if each]
     else:
         message = f"thread {found.name!r} of graph {found.agent!r} has a run that has not ended ({existing.status})"
         children.refuse(transaction, found.run_id, _text(RunInProgress.code, message))

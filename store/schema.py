@@ -9,7 +9,8 @@ pending write. An **effect** is the journal of one outside action. A **wait** is
 **approval** is the question behind a wait and a **decision** one person's word on it. A **signal** is kept until a wait
 consumes it. **audit** says who asked for what, and its unique command id is what makes every command idempotent.
 **event** is what nodes tell the world (`ctx.emit`). A **child** row stands between two threads, a parent and the child
-it spawned: it says what one still has to do to the other, so that no transaction ever locks both. A **worker** row is
+it spawned: it says what one still has to do to the other, so that no transaction ever locks both. A **limit** says how
+many steps of a graph or tenant may run at once, and a **slot** is one lease that counts against it. A **worker** row is
 one worker process and how long it is believed to be alive.
 
 Times are seconds since 1970 (UTC) by the database's clock. Payload columns are opaque bytes. Text columns hold names
@@ -42,6 +43,8 @@ READY, WAITING, BLOCKED = "ready", "waiting", "blocked"
 DONE, FAILED, CANCELLED = "done", "failed", "cancelled"
 QUEUED, RUNNING = "queued", "running"
 ENDED = (DONE, FAILED, CANCELLED)
+NEVER = 1e12
+"""A time that does not come."""
 
 _AUTO_ID = BigInteger().with_variant(Integer, "sqlite")  # SQLite counts up only in an INTEGER primary key
 
@@ -62,6 +65,8 @@ def _lease_columns() -> list[Column[Any]]:
     """Who may act on the row, what it has cost so far, and what must be in the queue for it."""
     return [
         Column("version", Integer, nullable=False),
+        _text("queue"),  # where its nudges go: one for each graph and version, so that they meet only who carries it
+        Column("priority", Integer, nullable=False),  # 0 is the most urgent
         _time("due_at"),
         Column("lease_nonce", Text),
         Column("lease_worker", Text),
@@ -124,8 +129,12 @@ thread = Table(
     # A step updates its row twice: with room beside it, the new version stays on the page and no index learns of it.
     postgresql_with={"fillfactor": 50},
 )
+# From it the sweep finds one tenant's due rows without reading past another's, however many those are.
 Index(
     "keepstep_thread_due",
+    thread.c.queue,
+    thread.c.priority,
+    thread.c.tenant,
     thread.c.next_nudge_at,
     postgresql_where=thread.c.status == READY,
     sqlite_where=thread.c.status == READY,
@@ -197,6 +206,9 @@ node_run = Table(
 )
 Index(
     "keepstep_node_run_due",
+    node_run.c.queue,
+    node_run.c.priority,
+    node_run.c.tenant,
     node_run.c.next_nudge_at,
     postgresql_where=node_run.c.status == READY,
     sqlite_where=node_run.c.status == READY,
@@ -277,6 +289,7 @@ child = Table(
     Column("child_id", Text),  # of the child's thread, once it is started
     Column("input", LargeBinary, nullable=False),
     Column("digest", LargeBinary, nullable=False),  # of graph, name and input
+    Column("priority", Integer, nullable=False),  # its parent's
     _time("lease_seconds"),
     _text("state"),  # wanted | started | ended | delivered
     _count("cancel"),  # 1: the parent was cancelled, and it is to be
@@ -383,3 +396,26 @@ event = Table(
     _time("at"),
 )
 Index("keepstep_event_thread", event.c.thread_id, event.c.id)
+
+limit = Table(
+    "keepstep_limit",
+    metadata,
+    _text("kind"),  # graph | tenant
+    _text("name"),
+    Column("running_max", Integer, nullable=False),
+    _time("updated_at"),
+    PrimaryKeyConstraint("kind", "name", name="keepstep_limit_pkey"),
+)
+
+slot = Table(
+    "keepstep_slot",
+    metadata,
+    _text("scope"),  # "graph refunds", "tenant acme"
+    _text("nonce"),  # of the lease: the slot is free when no row is leased under it any more
+    _text("thread_id"),
+    Column("branch", Integer, nullable=False),
+    Column("seq", Integer, nullable=False),
+    _text("run"),  # "" for the thread's own lease
+    _time("taken_at"),
+    PrimaryKeyConstraint("scope", "nonce", name="keepstep_slot_pkey"),
+)

@@ -152,4 +152,7 @@ OF_CANCELS = (
 REGISTERED = Death("after_register", "", "nothing; the row lapses and is removed", of_main_process=True)
 """Where a worker dies before it takes any work."""
 
-DEATHS = (*OF_CHILDREN, *OF_MAIN_PROCESS, *OF_FAMILIES, *OF_CANCELS, REGISTERED)
+ADMITTED = Death("after_admission", "", "nothing; another worker nudges them, a little later", of_main_process=True)
+"""Where a worker dies that found a thread whose nudge was lost."""
+
+DEATHS = (*OF_CHILDREN, *OF_MAIN_PROCESS, *OF_FAMILIES, *OF_CANCELS, REGISTERED, ADMITTED)

@@ -348,6 +348,9 @@ for _pair in ((START, "supervise"), ("supervise", "conclude"), ("conclude", END)
     lead.edge(*_pair)
 
 
+LIMITS = {"graph fan": 2, "graph aide": 1}
+"""How much of a graph may run at once."""
+
 GRAPHS = {graph.name: graph for graph in (chain, loop, fan, parallel, waiting, deadline, nested, lead)}
 """What people start."""
 SPECIALISTS = {graph.name: graph for graph in (aide, expert)}

@@ -5,8 +5,8 @@ from __future__ import annotations
 import sqlalchemy as sa
 from alembic import op
 
-revision = "0002"
-down_revision = "0001"
+revision = "0003"
+down_revision = "0002"
 branch_labels = None
 depends_on = None
 
@@ -28,6 +28,7 @@ def upgrade() -> None:
         sa.Column("child_id", sa.Text(), nullable=True),
         sa.Column("input", sa.LargeBinary(), nullable=False),
         sa.Column("digest", sa.LargeBinary(), nullable=False),
+        sa.Column("priority", sa.Integer(), nullable=False),
         sa.Column("lease_seconds", sa.Float(precision=53), nullable=False),
         sa.Column("state", sa.Text(), nullable=False),
         sa.Column("cancel", sa.Integer(), server_default="0", nullable=False),

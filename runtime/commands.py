@@ -38,7 +38,7 @@ from keepstep.runtime.outcome import error_text
 from keepstep.store import signals, threads, waits
 from keepstep.store.engine import Transaction
 from keepstep.store.leases import Nudge
-from keepstep.store.schema import BLOCKED, ENDED, FAILED
+from keepstep.store.schema import BLOCKED, CANCELLED, ENDED, FAILED, WAITING
 from keepstep.store.threads import NewRun, ThreadState
 from keepstep.store.waits import ApprovalState, DecisionState
 
@@ -399,15 +399,24 @@ def _control(_runtime: Runtime, transaction: Transaction, message: ControlMessag
             text = error_text({"code": "cancelled", "message": message.reason or "cancelled", "by": message.by})
             threads.cancel(transaction, found, text)
         case _:
-            if found.status not in (FAILED, BLOCKED):
-                text = f"thread {found.name!r} is {found.status}: only a failed or blocked one can be retried"
-                raise WrongStatus(text)
-            if not found.run_active:
-                text = f"thread {found.name!r} failed before its run began: start it again with input that fits"
-                raise WrongStatus(text)
-            nudges = threads.retry(transaction, found, message.step_limit)
+            nudges = _retry(transaction, found, message)
     _audit(transaction, message, found.id, message.action, message.by or "operator", {"reason": message.reason})
     return Accepted(found.id, found.run_id, nudges=nudges)
+
+
+def _retry(transaction: Transaction, found: ThreadState, message: ControlMessage) -> list[Nudge]:
+    if found.status == WAITING:
+        nudges = threads.retry_beside(transaction, found)
+        if nudges:
+            return nudges
+    if found.status not in (FAILED, BLOCKED, CANCELLED):
+        text = f"thread {found.name!r} is {found.status}: only what failed, is blocked or was cancelled can be retried"
+        raise WrongStatus(text)
+    if not found.run_active:
+        how = "with input that fits" if found.status == FAILED else "anew"
+        text = f"thread {found.name!r} was {found.status} before its run began: start it {how}"
+        raise WrongStatus(text)
+    return threads.retry(transaction, found, message.step_limit)
 
 
 def _refuse_ended(found: ThreadState, what: str, *, but: tuple[str, ...] = ()) -> None:

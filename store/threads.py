@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from typing import Any, NamedTuple
 
-from sqlalchemy import and_, case, func, insert, or_, select, update
+from sqlalchemy import Integer, and_, case, cast, func, insert, or_, select, update
 
 from keepstep.store.engine import Transaction
 from keepstep.store.leases import Nudge, released
@@ -26,7 +26,7 @@ from keepstep.store.schema import (
     worker,
 )
 from keepstep.store.statements import Statement, contains, db_now, one_of, param
-from keepstep.store.waits import withdraw
+from keepstep.store.waits import ask_again, withdraw
 
 
 class ThreadState(NamedTuple):
@@ -260,7 +260,6 @@ _CANCEL = Statement(
             error=param("error"),
             version=thread.c.version + 1,
             queued=0,
-            run_active=0,
             updated_at=db_now(),
         )
     )
@@ -298,6 +297,7 @@ _RETRY = Statement(
         .where(thread.c.id == param("id"))
         .values(
             status=param("status"),
+            control=case((thread.c.control == "cancel", ""), else_=thread.c.control),
             error=None,
             failures=0,
             deaths=0,
@@ -320,7 +320,7 @@ _RETRY_NODE_RUNS = Statement(
             node_run.c.thread_id == param("id"),
             node_run.c.branch == param("branch"),
             node_run.c.seq == param("seq"),
-            one_of(node_run.c.status, (FAILED, BLOCKED)),
+            one_of(node_run.c.status, (FAILED, BLOCKED, CANCELLED)),
         )
         .values(
             status=READY,
@@ -335,6 +335,13 @@ _RETRY_NODE_RUNS = Statement(
             ended_at=None,
         )
         .returning(node_run.c.version, node_run.c.run)
+    )
+)
+_RETRY_BESIDE = Statement(
+    lambda _dialect: (
+        update(thread)
+        .where(thread.c.id == param("id"))
+        .values(pending=thread.c.pending + cast(param("pending"), Integer), updated_at=db_now())
     )
 )
 _RESUME_RUN = Statement(
@@ -384,15 +391,28 @@ def cancel(transaction: Transaction, found: ThreadState, error: str) -> None:
 
 
 def retry(transaction: Transaction, found: ThreadState, step_limit: int | None) -> list[Nudge]:
-    """Continue a failed or blocked run: only what failed runs again; return the nudges."""
+    """Continue a failed, blocked or cancelled run: only what has not ended well runs again; return the nudges.
+
+    What a cancelled run had asked is asked again, under the same ids.
+    """
     place = _place(found)
     again = transaction.rows(_RETRY_NODE_RUNS, place) if found.fanned else []
     status = WAITING if again else READY
     params = {"id": found.id, "status": status, "pending": len(again), "step_limit": step_limit}
     version = transaction.rows(_RETRY, params)[0][0]
+    if found.status == CANCELLED:
+        ask_again(transaction, found.id, found.branch, found.seq + 1)
     transaction.run(_RESUME_RUN, place)
     if not again:
         return [Nudge("step", found.id, version)]
+    return [Nudge("node", found.id, row[0], found.seq + 1, row[1]) for row in again]
+
+
+def retry_beside(transaction: Transaction, found: ThreadState) -> list[Nudge]:
+    """Run the node runs of a fan-out again that have failed, while others are under way; return the nudges."""
+    again = transaction.rows(_RETRY_NODE_RUNS, _place(found)) if found.fanned else []
+    if again:
+        transaction.run(_RETRY_BESIDE, {"id": found.id, "pending": len(again)})
     return [Nudge("node", found.id, row[0], found.seq + 1, row[1]) for row in again]
 
 

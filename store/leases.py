@@ -4,6 +4,7 @@ A lease is a random nonce on the row plus the worker and pool child that hold it
 outcome, when the holder is found dead (`workers.release_child`, `sweep`), or when its deadline passes, which is the
 node's own timeout plus grace: a node that hangs is taken over although its worker lives. Elapsed time alone takes
 nothing from a worker that is alive and within its deadline, so a node of three hours needs no heartbeat of its own.
+A deadline is the database's time; when its clock is set, deadlines are set with it (`workers.renew`).
 
 The nonce is never a counter: after a failover to a replica that lost the last commits a counter repeats, and a stale
 owner's write would be let in.
@@ -27,7 +28,7 @@ from sqlalchemy.sql.base import Executable
 from keepstep.errors import DatabaseUnavailable, StaleLease
 from keepstep.store.engine import Store, Transaction
 from keepstep.store.routines import Routine
-from keepstep.store.schema import READY, WAITING, checkpoint, node_run, thread
+from keepstep.store.schema import READY, WAITING, checkpoint, node_run, thread, worker
 from keepstep.store.statements import Row, Statement, contains, db_now, param
 
 PAUSE = "pause"
@@ -172,11 +173,14 @@ def _takes(table: Table) -> dict[str, Any]:
 
 
 def _is_free(table: Table) -> list[ColumnElement[bool]]:
+    # A deadline counts by the word of a worker that is seen to live: one that was cut off is given up by the sweep, and
+    # after the database's clock was set forward each worker first moves its leases along (`workers.renew`).
+    holder = exists().where(worker.c.id == table.c.lease_worker, worker.c.alive_until > db_now())
     return [
         table.c.status == READY,
         table.c.version == param("version"),
         table.c.due_at <= db_now(),
-        or_(table.c.lease_nonce.is_(None), table.c.lease_deadline <= db_now()),
+        or_(table.c.lease_nonce.is_(None), and_(table.c.lease_deadline <= db_now(), holder)),
     ]
 
 

@@ -7,10 +7,11 @@ again under the id that its pool children know; that revives no lease, because a
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from typing import Any, NamedTuple
 
-from sqlalchemy import Table, and_, cast, delete, exists, func, insert, literal, or_, select, update
+from sqlalchemy import Float as FloatType
+from sqlalchemy import Table, and_, case, cast, delete, exists, func, insert, literal, or_, select, update
 from sqlalchemy import Text as TextType
 
 from keepstep.ids import new_id
@@ -59,6 +60,46 @@ _RENEW = Statement(
         .where(worker.c.id == param("id"))
         .values(alive_until=db_now() + param("window"))
         .returning(db_now())
+    )
+)
+
+
+def _move_deadlines(table: Table) -> Statement:
+    moved, longest = table.c.lease_deadline + cast(param("seconds"), FloatType), db_now() + table.c.lease_seconds
+    return Statement(
+        lambda _dialect: (
+            update(table)
+            .where(table.c.status == READY, table.c.lease_worker == param("worker"))
+            # One that was taken since the clock was set has the new time already.
+            .values(lease_deadline=case((moved < longest, moved), else_=longest))
+        )
+    )
+
+
+def _were_due(table: Table) -> Statement:
+    return Statement(
+        lambda _dialect: (
+            update(table)
+            .where(
+                table.c.status == READY,
+                table.c.due_at > db_now(),
+                # Taken, or nudged, or to be nudged later than it is due: what is put off is nudged when it is due.
+                or_(table.c.lease_nonce.is_not(None), table.c.next_nudge_at > table.c.due_at),
+            )
+            .values(due_at=db_now(), next_nudge_at=db_now(), nudges=0)
+            .returning(table.c.version)
+        )
+    )
+
+
+_MOVE_DEADLINES = [_move_deadlines(thread), _move_deadlines(node_run)]
+_WERE_DUE = [_were_due(thread), _were_due(node_run)]
+_LAPSE = Statement(
+    lambda _dialect: (
+        update(worker)
+        .where(worker.c.alive_until > db_now() + 2 * cast(param("window"), FloatType))
+        .values(alive_until=db_now() + param("window"))
+        .returning(worker.c.id)
     )
 )
 _LIVE = Statement(
@@ -130,10 +171,36 @@ def register(
     return worker_id
 
 
-def renew(store: Store, worker_id: str, *, window_seconds: float) -> float | None:
-    """Say that a worker is alive; return the database's time, or None when it was given up meanwhile."""
-    rows = store.rows(_RENEW, {"id": worker_id, "window": window_seconds})
-    return float(rows[0][0]) if rows else None
+def renew(
+    store: Store, worker_id: str, *, window_seconds: float, clock_was_set: Callable[[float], float] | None = None
+) -> float | None:
+    """Say that a worker is alive; return the database's time, or None when it was given up meanwhile.
+
+    `clock_was_set` says from the database's time by how many seconds that was set since the last renewal, 0 if it was
+    not. The deadlines of the worker's leases are then set by as much, in the same transaction: nobody finds this worker
+    alive and its leases run out.
+    """
+    with store.transaction() as transaction:
+        row = transaction.row(_RENEW, {"id": worker_id, "window": window_seconds})
+        if row is None:
+            return None
+        database_time = float(row[0])
+        seconds = 0.0 if clock_was_set is None else clock_was_set(database_time)
+        if seconds:
+            for statement in _MOVE_DEADLINES:
+                transaction.run(statement, {"worker": worker_id, "seconds": seconds})
+    return database_time
+
+
+def catch_up(store: Store, *, window_seconds: float) -> None:
+    """Repair what a database clock that was set back has left in the future; safe to do any number of times.
+
+    What was due is due at once, and not when the clock is there again. A worker that died is missed after a window.
+    Times that somebody chose (timers, time-outs, retry delays) are the database's, and come when its clock says so.
+    """
+    for statement in _WERE_DUE:
+        store.rows(statement, {})
+    store.rows(_LAPSE, {"window": window_seconds})
 
 
 def live(store: Store) -> list[WorkerState]:

@@ -162,9 +162,7 @@ def test_a_new_run_after_a_cancelled_one_begins_from_the_state_it_left(deploy):
         d.control("retry")
 
 
-def test_a_node_run_that_failed_shows_and_is_retried_while_others_are_under_way(
-    deploy, store_url, monkeypatch, capsys
-):
+def test_a_node_run_that_failed_shows_and_is_retried_while_others_are_under_way(deploy, store_url, monkeypatch, capsys):
     monkeypatch.setenv("KEEPSTEP_DATABASE", store_url)
     starts, cured = Counter(), []
     graph = Graph("beside", state=State, fan_out=True)

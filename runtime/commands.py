@@ -30,7 +30,7 @@ from keepstep.errors import (
     WrongStatus,
 )
 from keepstep.ids import checked_name, new_id
-from keepstep.runtime import edits, planner
+from keepstep.runtime import edits
 from keepstep.runtime.codec import view
 from keepstep.runtime.compiled import CompiledGraph
 from keepstep.runtime.environment import Runtime
@@ -194,7 +194,8 @@ def _start(runtime: Runtime, transaction: Transaction, message: StartMessage) ->
     found = threads.by_name(transaction, message.tenant, message.application, message.graph, message.thread)
     if found is None:
         if graph is not None:
-            _check_input(graph, message.input)
+            # Not what follows from it: a route is the user's code, which must not hold up who takes in commands.
+            graph.schema.initial(message.input)
         thread_id = new_id()
         nudge: Nudge | None = threads.create(
             transaction,
@@ -223,12 +224,6 @@ def _carried(runtime: Runtime, name: str) -> CompiledGraph | None:
     """Return the graph of that name this process carries; of several versions the last one defined."""
     found = [graph for (graph_name, _), graph in runtime.graphs.items() if graph_name == name]
     return found[-1] if found else None
-
-
-def _check_input(graph: CompiledGraph, given: object) -> None:
-    """Refuse at the door what the first step would refuse."""
-    channels = graph.schema.initial(given)
-    planner.begin(graph, channels, key="")
 
 
 # --- decide ---
@@ -413,8 +408,8 @@ def _retry(transaction: Transaction, found: ThreadState, message: ControlMessage
         text = f"thread {found.name!r} is {found.status}: only what failed, is blocked or was cancelled can be retried"
         raise WrongStatus(text)
     if not found.run_active:
-        how = "with input that fits" if found.status == FAILED else "anew"
-        text = f"thread {found.name!r} was {found.status} before its run began: start it {how}"
+        was = "failed" if found.status == FAILED else "was cancelled"
+        text = f"thread {found.name!r} {was} before its run began: start it again, with input that fits"
         raise WrongStatus(text)
     return threads.retry(transaction, found, message.step_limit)
 

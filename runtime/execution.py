@@ -62,6 +62,8 @@ class NodeRun:
     failures: int
     events: list[NewEvent]
     """Filled by the attempt that counts."""
+    deadline: float = 0.0
+    """When the time of the attempt under way ends, by this process's clock."""
 
     @property
     def node(self) -> Node:
@@ -114,7 +116,7 @@ def _planned_wait(state: RetryCallState) -> float:
 def _attempt(runtime: Runtime, node_run: NodeRun) -> Outcome:
     """Enter the node's body once."""
     timeout = runtime.timeout(node_run.node)
-    deadline = time.monotonic() + timeout
+    deadline = node_run.deadline = time.monotonic() + timeout
     attempt = _prepared(runtime, node_run, deadline)
     try:
         result = _result(runtime, node_run, attempt, timeout, deadline)
@@ -133,13 +135,16 @@ def _attempt(runtime: Runtime, node_run: NodeRun) -> Outcome:
 
 def _result(runtime: Runtime, node_run: NodeRun, attempt: Attempt, timeout: float, deadline: float) -> NodeResult:
     """Return what the node returned, checked; raises whatever ends the attempt otherwise."""
-    given, seen = node_run.present()
-    with runtime.watchdog.watch(timeout + runtime.settings.timeout_grace_seconds, lambda: _end_hung(runtime, node_run)):
-        ours = runtime.end_process is not None
+    ours = runtime.end_process is not None
+    # The state's own types run code of the user's, too.
+    with runtime.watchdog.watch(
+        timeout + runtime.settings.timeout_grace_seconds, lambda: _write_off(runtime, node_run), runtime.end
+    ):
+        given, seen = node_run.present()
         returned = _called(node_run.node, given, attempt, timeout, process_is_ours=ours)
         if time.monotonic() > deadline:
             raise NodeOverdue  # a node that could not be interrupted ends as one that was
-    result = planner.result_of(node_run.graph, node_run.run, returned, seen, given)
+        result = planner.result_of(node_run.graph, node_run.run, returned, seen, given)
     # Refused now, while the node can be named, and not when the whole step is committed.
     attempt.codec.encode(result.to_plain().get("update", {}))
     attempt.journal.check_course(before="its end")
@@ -276,8 +281,8 @@ def _failed(node_run: NodeRun, error: BaseException, attempt: Attempt) -> Outcom
     return Failed(node_run.failures, text)
 
 
-def _end_hung(runtime: Runtime, node_run: NodeRun) -> None:
-    """Write off an attempt that does not end, then the process it holds."""
+def _write_off(runtime: Runtime, node_run: NodeRun) -> None:
+    """Write off an attempt that does not end, before the process that it holds is ended."""
     if runtime.end_process is None:
         return
     run = node_run.run
@@ -292,5 +297,5 @@ def _end_hung(runtime: Runtime, node_run: NodeRun) -> None:
         outcome: Outcome = (
             Retry(retry.wait(failures, random.random), failures, text) if again else Failed(failures, text)
         )
-        settlement.settle(runtime, node_run.claim, node_run.step, run.id, outcome, (), failures=failures)
-    runtime.end_process()
+        settled = settlement.settle(runtime, node_run.claim, node_run.step, run.id, outcome, (), failures=failures)
+        runtime.publish(settled)

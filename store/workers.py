@@ -218,6 +218,16 @@ def release_child(store: Store, worker_id: str, child: int, *, reason: str) -> l
     return store.patiently(release)
 
 
+def hand_over(store: Store, worker_id: str, child: int) -> list[Nudge]:
+    """Release what a process holds that is about to be ended for another's fault; it counts as no death."""
+
+    def release() -> list[Nudge]:
+        with store.transaction() as transaction:
+            return _released(transaction, _RELEASE_CHILD, worker_id, deaths=0, reason=None, child=child)
+
+    return store.patiently(release, seconds=_LEAVE_PATIENCE_SECONDS)
+
+
 def leave(store: Store, worker_id: str) -> list[Nudge]:
     """Deregister a worker that stops in good order; what it still holds is handed over and counts as no death."""
 

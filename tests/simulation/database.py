@@ -112,7 +112,7 @@ class SimulatedStore(Store):
         self.threads: dict[str, tuple[Any, ...]] = {}
         """Each thread as the last commit left it: name, status, seq, version."""
         self.leases: dict[tuple[str, str], tuple[str | None, float | None]] = {}
-        """Nonce of each thread's and node run's lease, and its first deadline by the machines' clock, that nobody sets."""
+        """Nonce of each thread's and node run's lease, and its first deadline by the machines' clock."""
         self.results: dict[str, int] = {}
         """Serial number of the commit that recorded an effect's result, by idempotency key."""
         self.serial = 0

@@ -332,6 +332,6 @@ def test_a_run_that_was_cancelled_before_it_began_is_started_anew(deploy):
     d = _in_status(deploy, "ready")
     d.control("cancel")
     before = d.dump()
-    with pytest.raises(WrongStatus, match="thread 't' was cancelled before its run began: start it anew"):
+    with pytest.raises(WrongStatus, match="thread 't' was cancelled before its run began: start it again"):
         d.control("retry")
     assert d.dump() == before

@@ -8,7 +8,7 @@ import functools
 import random
 import threading
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -62,6 +62,8 @@ class NodeRun:
     failures: int
     events: list[NewEvent]
     """Filled by the attempt that counts."""
+    failures_before: Callable[[], Sequence[Mapping[str, Any]]] | None = None
+    """Looks up what failed in the super-step before, where the node run does not bring it along."""
     deadline: float = 0.0
     """When the time of the attempt under way ends, by this process's clock."""
 
@@ -211,7 +213,8 @@ def _prepared(runtime: Runtime, node_run: NodeRun, deadline: float) -> Attempt:
         remaining=lambda: deadline - time.monotonic(),
     )
     book = WaitBook(codec, lambda: stored_waits.of_run(runtime.store, thread.id, node_run.step, run.id) if load else [])
-    attempt = Attempt(place, journal, book, codec, run.failures)
+    failures = functools.cache(node_run.failures_before or (lambda: run.failures))
+    attempt = Attempt(place, journal, book, codec, failures)
     if load:
         attempt.published = functools.cache(
             lambda: checkpoints.events_published(runtime.store, thread.id, fence.seq, run.id)

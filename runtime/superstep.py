@@ -293,6 +293,8 @@ def _node_run(runtime: Runtime, claim: Claim, step: str) -> list[Nudge]:
     run, present = _as_due(runtime, claim, graph)
     events: list[NewEvent] = []
     node_run = NodeRun(graph, run, claim, step, present, claim.attempt.starts, claim.attempt.failures, events)
+    if run.input is not MISSING:
+        node_run.failures_before = lambda: _failures_before(runtime, claim, graph)
     outcome = execute(runtime, node_run)
     _report(claim, run.id, outcome)
     return settle(runtime, claim, step, run.id, outcome, events, failures=node_run.failures)
@@ -316,6 +318,13 @@ def _as_due(runtime: Runtime, claim: Claim, graph: CompiledGraph) -> tuple[DueRu
             return run, of_state(graph, head.cursor, run, head.channels)
     message = f"node run {name!r} is not due in the thread's cursor"
     raise GraphError(message)
+
+
+def _failures_before(runtime: Runtime, claim: Claim, graph: CompiledGraph) -> Sequence[Mapping[str, Any]]:
+    """Return what a Send's node run is told of the super-step before; few ask, so it is loaded for these."""
+    stored = checkpoints.cursor_of(runtime.store, claim.thread.id, claim.fence.branch, claim.fence.seq - 1)
+    cursor = Cursor.from_plain(runtime.codec(graph).decode(stored))
+    return next((run.failures for run in planner.due(graph, cursor, {}) if run.id == claim.fence.run), ())
 
 
 def _join(runtime: Runtime, claim: Claim, graph: CompiledGraph, head: Head, runs: Sequence[DueRun]) -> list[Nudge]:

@@ -426,3 +426,32 @@ def test_a_failed_fanned_out_run_that_is_given_up_for_a_new_one(deploy):
     assert d.drain() == "done"
     assert d.values() == {"count": 1, "seen": [65, 66], "told": []}
     assert [run.status for run in d.reader.runs("t")] == ["failed", "done"]
+
+
+@pytest.mark.parametrize("fan_out", [True, False])
+@pytest.mark.parametrize("inside", [False, True])
+def test_sends_are_told_of_failures_that_are_continued_after(deploy, fan_out, inside):
+    graph = Graph("told", state=State, fan_out=fan_out)
+
+    @graph.node(on_error="continue")
+    def breaks(state, ctx):
+        message = "broke"
+        raise ValueError(message)
+
+    @graph.node
+    def part(state, ctx):
+        return {"told": [f"{state}: {failure['message']}" for failure in ctx.failures]} if state == 1 else {}
+
+    graph.edge(START, "breaks")
+    graph.route("breaks", lambda _state: [Send("part", n) for n in range(3)], to=["part"])
+    graph.edge("part", END)
+    outer = graph
+    if inside:
+        outer = Graph("outer", state=State, fan_out=fan_out)
+        outer.node(graph, name="within")
+        outer.edge(START, "within")
+        outer.edge("within", END)
+    d = deploy(outer)
+    d.start()
+    assert d.drain() == "done"
+    assert d.values() == {"told": ["1: broke"]}

@@ -16,9 +16,9 @@ from sqlalchemy import Text as TextType
 
 from keepstep.ids import new_id
 from keepstep.store.engine import Store, Transaction
-from keepstep.store.leases import Nudge, carried_key, released
+from keepstep.store.leases import Nudge, carried_key, is_carried, released
 from keepstep.store.outcomes import NUDGE_SECONDS
-from keepstep.store.schema import READY, node_run, thread, worker
+from keepstep.store.schema import READY, WAITING, node_run, thread, worker
 from keepstep.store.statements import Row, Statement, db_now, param
 
 _LEAVE_PATIENCE_SECONDS = 5.0
@@ -100,6 +100,11 @@ _LAPSE = Statement(
         .where(worker.c.alive_until > db_now() + 2 * cast(param("window"), FloatType))
         .values(alive_until=db_now() + param("window"))
         .returning(worker.c.id)
+    )
+)
+_FOREIGN = Statement(
+    lambda _dialect: select(thread.c.agent, thread.c.graph_version).where(
+        thread.c.id == param("thread_id"), or_(thread.c.status == READY, thread.c.status == WAITING), ~is_carried()
     )
 )
 _LIVE = Statement(
@@ -201,6 +206,12 @@ def catch_up(store: Store, *, window_seconds: float) -> None:
     for statement in _WERE_DUE:
         store.rows(statement, {})
     store.rows(_LAPSE, {"window": window_seconds})
+
+
+def foreign(store: Store, thread_id: str, *, carried: str) -> tuple[str, str] | None:
+    """Return graph and version of a thread that goes on and is of none of those carried, None for any other thread."""
+    rows = store.rows(_FOREIGN, {"thread_id": thread_id, "carried": carried})
+    return (str(rows[0][0]), str(rows[0][1])) if rows else None
 
 
 def live(store: Store) -> list[WorkerState]:

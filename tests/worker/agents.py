@@ -263,3 +263,18 @@ busy.node(rounds, name="rounds")
 for _name in ("fetch", "report", "rounds"):
     busy.edge(START, _name)
     busy.edge(_name, END)
+
+later = Graph("later", state=Log)
+
+
+@later.node(retry=Retry(attempts=2, delay=6.0, jitter=0.0))
+def fail_once_for_long(state, ctx):
+    note("starts", ctx.thread, "fail_once")
+    if ctx.attempt == 1:
+        message = "not yet"
+        raise ConnectionError(message)
+    return {"done": ["fail_once"]}
+
+
+later.edge(START, "fail_once_for_long")
+later.edge("fail_once_for_long", END)

@@ -146,6 +146,36 @@ def test_a_bad_message_is_rejected_and_the_next_one_is_taken(deployment):
     assert deployment.statuses() == {"t": "done"}
 
 
+def test_nudges_of_another_format_are_dropped_and_their_threads_found(deployment):
+    worker = deployment.worker(concurrency=1)
+    settings = deployment.settings
+    deployment.start("held", "h")
+    deployment.holding("h")
+    [(thread_id, version)] = deployment.query("SELECT id, version FROM keepstep_thread")
+    arguments = [
+        ("keepstep.step", [thread_id, version, {"format": 2}]),
+        ("keepstep.step", ["nobody", "no number"]),
+        ("keepstep.step_of_the_next_release", [thread_id]),
+        ("keepstep.node", []),
+    ]
+    with broker.connection(settings.broker, commands=False, queue=settings.queue) as connection:
+        producer = kombu.Producer(connection.channel())
+        for task, args in arguments:
+            producer.publish(
+                [args, {}, {}],
+                routing_key=broker.nudges_name(settings.queue),
+                headers={"task": task, "id": new_id(), "lang": "py", "argsrepr": "", "kwargsrepr": ""},
+                serializer="json",
+            )
+    deployment.touch("release")
+    deployment.start("quick", "q")
+    deployment.ended("h", "q")
+
+    assert deployment.counts("starts") == Counter({"h before": 1, "h hold": 1, "h after": 1, "q once": 1})
+    assert worker.process.poll() is None
+    assert worker.events("child_lost") == []
+
+
 def drained(connection):
     with contextlib.suppress(TimeoutError):
         connection.drain_events(timeout=0.2)

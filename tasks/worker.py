@@ -43,8 +43,8 @@ log = structlog.get_logger("keepstep.worker")
 _CONNECT_AGAIN_SECONDS_MAX = 5.0
 _COLLECT_SECONDS = 0.2
 _LIMITS = {
-    "threads": "a pool of threads can interrupt no node: one that overstays its timeout is ended with the whole worker, "
-    "so something must start that again (keepstep worker does); prefork ends one child",
+    "threads": "a pool of threads can interrupt no node: one that overstays its timeout is ended with its worker, "
+    "so something must start it again (keepstep worker does); prefork ends one child",
     "solo": "a node that overstays its timeout in code that hears nothing is ended with the whole worker, so something "
     "must start that again (keepstep worker does); prefork ends one child",
 }

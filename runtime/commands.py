@@ -134,7 +134,7 @@ def accept(runtime: Runtime, message: Any) -> Accepted:
                 if digest != _content_digest(message):
                     text = f"command id {message.id!r} was used before for something else"
                     raise Conflict(text)
-                return Accepted(thread_id, duplicate=True)
+                return Accepted(thread_id, _run_of(transaction, message), duplicate=True)
             accepted = handler(runtime, transaction, message)
             reach("inside_command", message.verb)
             return accepted
@@ -145,6 +145,14 @@ def accept(runtime: Runtime, message: Any) -> Accepted:
         except DuplicateRow:
             continue  # the same command, or one for the same new thread, came in elsewhere: now it is there to be found
     return once()
+
+
+def _run_of(transaction: Transaction, message: Any) -> str | None:
+    """Return the run that a start has made, for a sender whose first answer was lost."""
+    if message.verb != "start":
+        return None
+    found = threads.run_of_request(transaction, message.tenant, message.request_id or message.id)
+    return None if found is None else found.id
 
 
 def _content_digest(message: Any) -> bytes:

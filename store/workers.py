@@ -70,8 +70,9 @@ def _move_deadlines(table: Table) -> Statement:
         lambda _dialect: (
             update(table)
             .where(table.c.status == READY, table.c.lease_worker == param("worker"))
-            # One that was taken since the clock was set has the new time already.
-            .values(lease_deadline=case((moved < longest, moved), else_=longest))
+            # One that was taken since the clock was set has the new time already. The sweep may have put the row off
+            # until the old deadline: it must look again.
+            .values(lease_deadline=case((moved < longest, moved), else_=longest), next_nudge_at=db_now())
         )
     )
 

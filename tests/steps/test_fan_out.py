@@ -9,7 +9,7 @@ from typing import Annotated, TypedDict
 import pytest
 
 from keepstep import END, START, Graph, Retry, Send, add, append
-from keepstep.store import workers
+from keepstep.store import leases, workers
 from keepstep.store.leases import Nudge
 
 
@@ -136,6 +136,36 @@ def test_many_workers_join_once(deploy):
     assert record.starts == {**{f"part {n}": 1 for n in range(24)}, "join": 1}
     assert d.checkpoints() == [(0, "input"), (1, "step"), (2, "step")]
     assert {run.lease_worker for run in d.reader.node_runs("t")} == {None}
+
+
+def test_two_deliveries_of_one_node_message_at_once_are_one_start(deploy):
+    graph, record = sends(fan_out=True)
+    d = deploy(graph)
+    others = [d.worker_of(pid=2), d.worker_of(pid=3)]
+    d.start({"count": 30})
+    d.work(d.queue.pop(0))
+    nudges, outcomes = d.queue[:], []
+    d.queue.clear()
+    barrier = threading.Barrier(2)
+
+    def deliver(worker):
+        worker.store.rows(leases._READ_HEAD, {"thread_id": d.thread.id})  # connected before the first
+        for nudge in nudges:
+            barrier.wait(20)
+            outcomes.append((nudge.run, d.work(nudge, worker)))
+
+    running = [threading.Thread(target=deliver, args=(worker,)) for worker in others]
+    for each in running:
+        each.start()
+    for each in running:
+        each.join()
+
+    assert Counter(outcomes) == {(f"part#{n}", ran): 1 for n in range(30) for ran in (True, False)}
+    assert [nudge.kind for nudge in d.queue] == ["step"]
+    assert [(run.starts, run.deaths, run.status) for run in d.reader.node_runs("t")] == [(1, 0, "done")] * 30
+    assert d.drain() == "done"
+    assert record.starts == {**{f"part {n}": 1 for n in range(30)}, "join": 1}
+    assert d.values()["seen"] == list(range(30))
 
 
 @pytest.mark.slow

@@ -278,3 +278,10 @@ def fail_once_for_long(state, ctx):
 
 later.edge(START, "fail_once_for_long")
 later.edge("fail_once_for_long", END)
+
+inline = Graph("inline", state=Items, fan_out=False)
+inline.node(part, name="part")
+inline.node(join, name="join")
+inline.route(START, lambda state: [Send("part", {"item": number}) for number in range(state["count"])], to=["part"])
+inline.edge("part", "join")
+inline.edge("join", END)

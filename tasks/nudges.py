@@ -11,11 +11,11 @@ from keepstep.errors import StaleLease
 from keepstep.runtime import superstep
 from keepstep.runtime.environment import Runtime
 from keepstep.store import workers
-from keepstep.store.leases import Nudge
 from keepstep.tasks import process, tracer
 from keepstep.tasks.app import app
 from keepstep.tasks.config import NODE_TASK, STEP_TASK
 from keepstep.tasks.logs import told
+from keepstep.tasks.publish import Hint
 
 log = structlog.get_logger("keepstep.worker")
 
@@ -50,24 +50,24 @@ def _tell_of_foreign(runtime: Runtime, thread_id: str) -> None:
 @app.task(name=STEP_TASK)
 def step(thread_id: str, version: int) -> None:
     """Run the super-step of a thread that is due at `version`, and go on (see `_work`)."""
-    _work(Nudge("step", thread_id, version))
+    _work(Hint("step", thread_id, version))
 
 
 @app.task(name=NODE_TASK)
 def node(thread_id: str, seq: int, run: str, version: int) -> None:
     """Run one fanned-out node run that is due at `version`, and go on (see `_work`)."""
-    _work(Nudge("node", thread_id, version, seq, run))
+    _work(Hint("node", thread_id, version, seq, run))
 
 
-def _work(nudge: Nudge) -> None:
-    """Run a nudge, then for a moment what waits in the queue.
+def _work(hint: Hint) -> None:
+    """Do what a nudge says, then for a moment what waits in the queues.
 
     The way of a message through Celery's main process costs as much as a short step, and its child is idle meanwhile.
     A nudge that is taken from the queue here is the same message, in the same order, and no other worker's; after that
     moment the child is the pool's again, and a node that takes longer never has another one behind it.
     """
     until = time.monotonic() + _GO_ON_SECONDS
-    _run(nudge)
+    _run(hint)
     while time.monotonic() < until:
         following = process.take()
         if following is None:
@@ -75,14 +75,14 @@ def _work(nudge: Nudge) -> None:
         _run(following)
 
 
-def _run(nudge: Nudge) -> None:
+def _run(hint: Hint) -> None:
     try:
         runtime = process.runtime()
-        if nudge.kind == "node":
-            ran = superstep.run_node(runtime, nudge.thread_id, nudge.seq, nudge.run, nudge.version)
+        if hint.kind == "node":
+            ran = superstep.run_node(runtime, hint.thread_id, hint.seq, hint.run, hint.version)
         else:
-            ran = superstep.run_step(runtime, nudge.thread_id, nudge.version)
+            ran = superstep.run_step(runtime, hint.thread_id, hint.version)
         if not ran:
-            _tell_of_foreign(runtime, nudge.thread_id)
+            _tell_of_foreign(runtime, hint.thread_id)
     except Exception as error:  # noqa: BLE001  a task that raised would only be logged at length
-        _dropped(error, **nudge._asdict())
+        _dropped(error, **hint._asdict())

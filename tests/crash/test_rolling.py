@@ -8,7 +8,7 @@ import textwrap
 
 import pytest
 
-from keepstep.store.leases import Nudge
+from keepstep.store.leases import Nudge, queue_of
 from keepstep.tasks.publish import Publisher
 from tests.crash import evidence
 from tests.worker.deployment import eventually
@@ -170,18 +170,19 @@ def test_nudges_for_a_release_that_is_busy_are_told_of_and_come_back_slowly(serv
     outside.called("walk", "ferry-held")
     served.start("ferry", "ferry-behind")
     [(thread_id, version)] = served.query("SELECT id, version FROM keepstep_thread WHERE name = 'ferry-behind'")
+    # Each release has queues of its own: what lies in another's was put there by one that had none.
     publish = Publisher(served.settings)
-    publish([Nudge("step", thread_id, version)] * 3)
+    publish([Nudge("step", thread_id, version, queue_of("errand", "1"), 1)] * 3)
     publish.close()
     told = eventually(lambda: old.events("graph_not_carried"), seconds=60, what="the warning")
     assert [(each["graph"], each["version"], each["level"]) for each in told] == [("ferry", "1", "warning")]
     before = served.query("SELECT version, starts, failures, deaths FROM keepstep_thread WHERE name = 'ferry-behind'")
     assert before == [(version, 0, 0, 0)]
 
-    # The one that carries it nudges again, and more and more slowly: the other one takes each of these away.
+    # The one that carries it nudges again while it is busy, and more and more slowly.
     evidence.hasten(served)
-    eventually(lambda: len(following.events("swept")) >= 3, seconds=60, what="a third look")
-    times = [dt.datetime.fromisoformat(each["timestamp"]) for each in following.events("swept")][-2:]
+    eventually(lambda: len(following.events("admitted")) >= 3, seconds=60, what="a third look")
+    times = [dt.datetime.fromisoformat(each["timestamp"]) for each in following.events("admitted")][-2:]
     assert (times[1] - times[0]).total_seconds() > 1.0
     assert len(old.events("graph_not_carried")) == 1, "said once a minute"
     after = served.query("SELECT version, starts, failures, deaths FROM keepstep_thread WHERE name = 'ferry-behind'")

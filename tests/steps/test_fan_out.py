@@ -9,7 +9,7 @@ from typing import Annotated, TypedDict
 import pytest
 
 from keepstep import END, START, Graph, Retry, Send, add, append
-from keepstep.store import leases, workers
+from keepstep.store import claims, workers
 from keepstep.store.leases import Nudge
 
 
@@ -100,7 +100,7 @@ def test_fanned_out_node_runs_are_nudged_one_by_one(deploy):
     thread_id = d.start({"count": 3}).thread_id
     d.work(d.queue.pop(0))
 
-    assert d.queue == [Nudge("node", thread_id, 0, 1, f"part#{n}") for n in range(3)]
+    assert d.queue == [Nudge("node", thread_id, 0, f"{graph.name}@1", 1, 1, f"part#{n}") for n in range(3)]
     assert (d.thread.status, d.thread.row.pending, d.thread.row.fanned) == ("waiting", 3, 3)
     last, first, middle = d.queue.pop(), d.queue.pop(0), d.queue.pop(0)
     for nudge in (last, first):
@@ -149,7 +149,7 @@ def test_two_deliveries_of_one_node_message_at_once_are_one_start(deploy):
     barrier = threading.Barrier(2)
 
     def deliver(worker):
-        worker.store.rows(leases._READ_HEAD, {"thread_id": d.thread.id})  # connected before the first
+        worker.store.rows(claims._READ_HEAD, {"thread_id": d.thread.id})  # connected before the first
         for nudge in nudges:
             barrier.wait(20)
             outcomes.append((nudge.run, d.work(nudge, worker)))

@@ -30,7 +30,7 @@ def test_whose_settings_count(tmp_path, own):
         [sys.executable, "-c", PROGRAM], cwd=tmp_path, env=environment, capture_output=True, text=True, check=True
     )
     children, options, *others = json.loads(ran.stdout)
-    assert others[:2] == ["keepstep.nudges", ["json"]]
+    assert others == ["keepstep.default", ["json"], "redis://here/0"]
     if own:
         assert (children, options) == (7, {"visibility_timeout": 1})
     else:

@@ -9,7 +9,8 @@ import structlog
 
 from keepstep.errors import DatabaseUnavailable
 from keepstep.settings import load
-from keepstep.store import leases, sweep, workers
+from keepstep.store import claims, sweep, workers
+from keepstep.store.admission import Admission
 from keepstep.store.engine import Store
 from keepstep.store.leases import Owner
 from keepstep.tasks import liveness
@@ -130,12 +131,13 @@ def test_a_worker_that_was_given_up_registers_again_under_its_id(worker, clock):
 def swept(worker):
     """Sweep as a worker would, and claim what that found: return whose leases were taken."""
     store, worker_id = worker._store, worker._registration.worker_id
-    found = sweep.sweep(store, carried=CARRIED, takeover=worker.may_take_over, limit=100, judge=worker_id)
+    found = sweep.sweep(store, takeover=worker.may_take_over, limit=100, judge=worker_id)
+    found += Admission(store, [("agent", "1")]).look(lambda _queue: 100, {}).nudges
     owner = Owner(worker_id, 1)
     return [
         nudge.thread_id
         for nudge in found
-        if leases.claim_thread(store, nudge.thread_id, nudge.version, owner=owner, carried=CARRIED)
+        if claims.claim_thread(store, nudge.thread_id, nudge.version, owner=owner, carried=CARRIED)
     ]
 
 

@@ -204,7 +204,7 @@ def test_nudges_of_another_format_are_dropped_and_their_threads_found(deployment
         for task, args in arguments:
             producer.publish(
                 [args, {}, {}],
-                routing_key=broker.nudges_name(settings.queue),
+                routing_key=broker.nudges_name(settings.queue, "held@1"),
                 headers={"task": task, "id": new_id(), "lang": "py", "argsrepr": "", "kwargsrepr": ""},
                 serializer="json",
             )

@@ -69,10 +69,13 @@ def deliveries(deployment):
     return found
 
 
+def queues(redis):
+    """Return the key of every queue that holds a nudge."""
+    return list(redis.scan_iter("keepstep.nudges.*", count=1000))
+
+
 def is_empty(redis):
-    left = {"queue": redis.llen("keepstep.nudges"), "unacked": redis.hlen("unacked")}
-    left["index"] = redis.zcard("unacked_index")
-    return not any(left.values())
+    return not queues(redis) and not redis.hlen("unacked") and not redis.zcard("unacked_index")
 
 
 def test_copies_of_what_is_running_end_at_once_and_start_nothing(acknowledging, redis):
@@ -94,7 +97,7 @@ def test_copies_of_what_is_running_end_at_once_and_start_nothing(acknowledging, 
     assert gap > VISIBILITY_SECONDS * 0.9
     eventually(lambda: is_empty(redis), what="the end of the copy")
     for number in range(3, 7):
-        redis.lpush("keepstep.nudges", json.dumps(message))
+        redis.lpush("keepstep.nudges.held@1", json.dumps(message))
         eventually(lambda number=number: len(times()) == number, what=f"delivery {number}")
     # None of them holds a slot: the two workers that are free do everything else meanwhile.
     others = [f"q{number}" for number in range(20)]
@@ -157,7 +160,8 @@ class Messages:
 
     def _look(self):
         while not self._stop.wait(0.02):
-            self.seen.update(self._redis.lrange("keepstep.nudges", 0, -1))
+            for key in queues(self._redis):
+                self.seen.update(self._redis.lrange(key, 0, -1))
             self.seen.update(json.dumps(json.loads(each)[0]).encode() for each in self._redis.hvals("unacked"))
 
     def __enter__(self):

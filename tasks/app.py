@@ -11,13 +11,16 @@ from keepstep import settings
 from keepstep.tasks import config, logs
 
 
-class _App(Celery):  # type: ignore[misc]  # Celery has no types
+class _App(Celery):
     """Celery with Keepstep's defaults under the deployment's file: `add_defaults` would put them over it."""
 
     def prepare_config(self, c: Any) -> dict[str, Any]:
         """Return the deployment's configuration with what it does not say itself."""
         given = {name: c[name] for name in c or () if not name.startswith("_")}
-        return {**config.celery_defaults(settings.load()), **given}
+        defaults = config.celery_defaults(settings.load())
+        # One by one: what is not said here names the keys under which nudges are published.
+        options = {**defaults["broker_transport_options"], **given.get("broker_transport_options", {})}
+        return {**defaults, **given, "broker_transport_options": options}
 
 
 @signals.setup_logging.connect

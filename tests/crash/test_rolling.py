@@ -57,6 +57,9 @@ def test_three_workers_are_replaced_twice_under_thirty_threads(served, outside):
         if stuck in held_by(served, worker):
             eventually(lambda left=[stuck], worker=worker: held_by(served, worker) == left, what="the other node's end")
             worker.kill()
+            # It is due elsewhere when its worker has been missed, not when some message comes back.
+            seconds = served.settings.liveness_window_seconds + 2 * served.settings.sweep_seconds + 3.0
+            eventually(lambda worker=worker: not held_by(served, worker), seconds=seconds, what="the takeover")
         else:
             assert worker.process.wait(60) == 0
             assert worker.events("worker_left")

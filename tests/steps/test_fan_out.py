@@ -249,6 +249,57 @@ def test_only_what_failed_runs_again(deploy, fan_out):
     assert [run.status for run in d.reader.runs("t")] == ["done"]
 
 
+def test_one_that_fails_ends_none_that_is_in_the_middle_of_an_effect(deploy):
+    record, fixed, paid = Recorder(), [], []
+    reached, go_on = threading.Event(), threading.Event()
+
+    def pay():
+        paid.append("B")
+        reached.set()
+        assert go_on.wait(20)
+        return "paid"
+
+    def body(name, state, ctx):
+        record(name)
+        if name == "B":
+            ctx.effect(pay)
+        if name == "C" and not fixed:
+            message = "C broke"
+            raise ValueError(message)
+        return {"seen": [ord(name)]}
+
+    d = deploy(named("A", "B", "C", body=body, graph={"fan_out": True}))
+    other = d.worker_of(pid=2)
+    d.start()
+    d.work(d.queue.pop(0))
+    a, b, c = d.queue
+    d.queue.clear()
+    running = threading.Thread(target=lambda: d.work(b, other))
+    running.start()
+    assert reached.wait(20)
+    d.work(a)
+    d.work(c)
+    assert [(run.run, run.status) for run in d.reader.node_runs("t")] == [
+        ("A", "done"),
+        ("B", "ready"),
+        ("C", "failed"),
+    ]
+    assert d.thread.status == "waiting"
+    go_on.set()
+    running.join()
+
+    assert d.drain() == "failed"
+    assert (d.thread.error["run"], d.thread.error["message"]) == ("C", "C broke")
+    assert [(run.run, run.status) for run in d.reader.node_runs("t")] == [("A", "done"), ("B", "done"), ("C", "failed")]
+    assert d.effects() == [("pay", "done", 1)]
+    fixed.append(True)
+    d.control("retry")
+    assert d.drain() == "done"
+    assert record.starts == {"A": 1, "B": 1, "C": 2}
+    assert paid == ["B"]
+    assert d.values()["seen"] == [65, 66, 67]
+
+
 def test_one_that_is_blocked_and_one_that_failed_are_both_tried_again(deploy):
     record, fixed = Recorder(), []
 
@@ -317,6 +368,39 @@ def test_what_is_merely_passed_on_is_no_conflict(deploy):
     d.start({"shared": {"a": 1}, "count": 5})
     assert d.drain() == "done"
     assert d.values() == {"shared": {"a": 1}, "count": 5, "done": True, "told": []}
+
+
+@pytest.mark.parametrize("slow", ["A", "B"])
+def test_the_order_of_a_reducer_is_that_of_the_node_runs_also_after_a_retry(deploy, slow):
+    def body(name, state, ctx):
+        if name == slow and ctx.attempt == 1:
+            raise ConnectionError(name)
+        return {"seen": [ord(name)]}
+
+    d = deploy(named("A", "B", body=body, retry=Retry(attempts=2, delay=0.05, jitter=0), graph={"fan_out": False}))
+    d.start()
+    assert d.drain() == "done"
+    assert d.values()["seen"] == [65, 66]
+
+
+def test_subgraphs_that_hand_on_all_they_share_are_no_conflict(deploy):
+    inner = Graph("inner", state=State)
+
+    @inner.node
+    def look(state, ctx):
+        return dict(state)
+
+    inner.edge(START, "look")
+    inner.edge("look", END)
+    outer = Graph("outer", state=State)
+    for name in ("left", "right"):
+        outer.node(inner, name=name)
+        outer.edge(START, name)
+        outer.edge(name, END)
+    d = deploy(outer)
+    d.start({"shared": {"a": 1}, "count": 3, "total": 100, "seen": [1, 2]})
+    assert d.drain() == "done"
+    assert d.values() == {"shared": {"a": 1}, "count": 3, "total": 100, "seen": [1, 2]}
 
 
 def test_two_subgraphs_beside_each_other(deploy):

@@ -263,6 +263,18 @@ def test_leaving_in_good_order_counts_no_death(store):
     assert claimed(store, thread_id).attempt == (2, 0, 0, None)
 
 
+def test_what_is_handed_over_counts_as_no_death(store):
+    worker = registered(store)
+    mine, sisters = created(store, "mine"), created(store, "sisters")
+    claimed(store, mine, owner=Owner(worker, 7))
+    kept = claimed(store, sisters, owner=Owner(worker, 8))
+
+    assert [nudge.thread_id for nudge in workers.hand_over(store, worker, 7)] == [mine]
+    assert row(store, sisters)["lease_nonce"] == kept.fence.nonce
+    assert [found.id for found in workers.live(store)] == [worker]
+    assert claimed(store, mine).attempt == (2, 0, 0, None)
+
+
 def test_a_silent_worker_is_given_up_once(sqlite_url):
     clock = Clock()
     store = Store.open(sqlite_url, clock=clock)

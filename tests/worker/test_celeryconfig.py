@@ -31,7 +31,7 @@ def test_whose_settings_count(tmp_path, own):
     )
     children, options, *others = json.loads(ran.stdout)
     assert others == ["keepstep.default", ["json"], "redis://here/0"]
-    if own:
-        assert (children, options) == (7, {"visibility_timeout": 1})
-    else:
-        assert (children, options["ack_emulation"]) == (20_000, False)
+    assert children == (7 if own else 20_000)
+    # Of the transport's options each is its own: those that the file does not name stay as they are.
+    assert options["ack_emulation"] is False
+    assert ("visibility_timeout" in options) is own

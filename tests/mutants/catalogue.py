@@ -74,7 +74,7 @@ MUTANTS = (
         "the fence",
         "a lease is taken from somebody who lives",
         "store/claims.py",
-        (("        or_(table.c.lease_nonce.is_(None), table.c.lease_deadline <= db_now()),\n", ""),),
+        (("        or_(table.c.lease_nonce.is_(None), and_(table.c.lease_deadline <= db_now(), holder)),\n", ""),),
         ("tests/store/test_claim.py", "-k", "sqlite"),
     ),
     Mutant(

@@ -5,10 +5,12 @@ from __future__ import annotations
 import itertools
 import os
 import textwrap
+import time
 from collections import Counter
 
 import pytest
 
+from keepstep.tasks.nudges import _GO_ON_SECONDS
 from tests.worker.deployment import AGENTS, deployed, eventually
 
 CHAIN = ("a", "b", "c")
@@ -127,11 +129,12 @@ def test_each_child_has_a_connection_of_its_own(early):
 def test_a_worker_that_is_asked_to_stop_finishes_what_runs_and_leaves(deployment):
     worker = deployment.supervised(concurrency=1)
     deployment.start("held", "h")
-    deployment.started("h hold")
+    started_at = float(deployment.started("h hold")[0][-1])
 
     os.kill(worker.pid, 15)
     eventually(lambda: worker.events("worker_stopping"), what="the stop")
     assert worker.process.poll() is None
+    eventually(lambda: time.time() > started_at + 2 * _GO_ON_SECONDS, what="the moment in which a child goes on")
     deployment.touch("release")
 
     assert worker.process.wait(20) == 0

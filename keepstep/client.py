@@ -229,7 +229,7 @@ class Client:
         by: str | None = None,
         step_limit: int | None = None,
     ) -> Receipt:
-        """Let a failed `thread` try again, with another step limit when one is given."""
+        """Let a failed, blocked or cancelled `thread` go on, with another step limit when one is given."""
         return self._control("retry", thread, graph=graph, reason=reason, by=by, step_limit=step_limit)
 
     def edit(

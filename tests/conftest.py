@@ -17,6 +17,7 @@ from tests.servers import PostgreSQLServer, Proxy, RedisServer, running
 
 if TYPE_CHECKING:
     from keepstep.store.engine import Store
+    from tests.tls import Certificates
 
 pytest_plugins = ["pytester", "tests.skips"]
 
@@ -164,6 +165,41 @@ def proxied_url(postgresql_url: str, postgresql_proxy: Proxy) -> str:
     """The database of `postgresql_url`, reached through `postgresql_proxy`."""
     database = urlsplit(postgresql_url).path.removeprefix("/")
     return f"postgresql+psycopg2://postgres@127.0.0.1:{postgresql_proxy.port}/{database}?sslmode=disable"
+
+
+@pytest.fixture(scope="session")
+def certificates(tmp_path_factory: pytest.TempPathFactory) -> Certificates:
+    """The certificates of this run's TLS servers."""
+    from tests.tls import Certificates
+
+    return Certificates(tmp_path_factory.mktemp("certificates"))
+
+
+@pytest.fixture
+def secured_postgresql_url(
+    postgresql_url: str, postgresql_server: PostgreSQLServer, certificates: Certificates
+) -> Iterator[str]:
+    """The database of `postgresql_url`, reached by TLS alone; clients check who they talk to."""
+    from tests.tls import TlsFront
+
+    front = TlsFront(postgresql_server.socket_path, certificates, postgresql=True)
+    database = urlsplit(postgresql_url).path.removeprefix("/")
+    with running(front):
+        yield (
+            f"postgresql+psycopg2://postgres@localhost:{front.port}/{database}"
+            f"?sslmode=verify-full&sslrootcert={certificates.authority}"
+        )
+
+
+@pytest.fixture
+def secured_redis_url(redis_url: str, redis_server: RedisServer, certificates: Certificates) -> Iterator[str]:
+    """The shared Redis server, emptied for this test, reached by TLS."""
+    from tests.tls import TlsFront
+
+    assert redis_url
+    front = TlsFront(redis_server.port, certificates)
+    with running(front):
+        yield f"rediss://localhost:{front.port}/0?ssl_ca_certs={certificates.authority}"
 
 
 @pytest.fixture(autouse=True)

@@ -20,6 +20,7 @@ import time
 import warnings
 from collections.abc import Iterator
 from pathlib import Path
+from typing import Protocol
 
 import psycopg2
 import redis
@@ -372,8 +373,15 @@ class Proxy:
         self.refuse()
 
 
+class Stoppable(Protocol):
+    """What runs until it is stopped."""
+
+    def stop(self) -> None:
+        """End it."""
+
+
 @contextlib.contextmanager
-def running(server: PostgreSQLServer | RedisServer | Proxy) -> Iterator[None]:
+def running(server: Stoppable) -> Iterator[None]:
     """Stop `server` at the end of the block."""
     try:
         yield

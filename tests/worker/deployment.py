@@ -139,11 +139,11 @@ class Deployment:
         """Start a worker and wait until it is ready."""
         return self.launch(concurrency=concurrency, pool=pool, **environment).ready()
 
-    def supervised(self, *, concurrency: int = 1) -> Worker:
+    def supervised(self, *, concurrency: int = 1, pool: str = "prefork") -> Worker:
         """Start a supervised worker and wait until it is ready."""
         program = (
             "from keepstep.settings import load; from keepstep.tasks import worker; import sys; "
-            f"sys.exit(worker.main(load(), concurrency={concurrency}))"
+            f"sys.exit(worker.main(load(), concurrency={concurrency}, pool={pool!r}))"
         )
         worker = self._started([sys.executable, "-c", program], {})
         worker.supervised = True

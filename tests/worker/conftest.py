@@ -21,7 +21,14 @@ def served(tmp_path, postgresql_url, redis_url):
         yield deployment
 
 
-@pytest.fixture(params=["embedded", "served"])
+@pytest.fixture
+def served_by_rabbitmq(tmp_path, postgresql_url, rabbitmq_url):
+    """A deployment on RabbitMQ and PostgreSQL."""
+    with deployed(tmp_path, postgresql_url, rabbitmq_url) as deployment:
+        yield deployment
+
+
+@pytest.fixture(params=["embedded", "served", "served_by_rabbitmq"])
 def deployment(request):
-    """A deployment on each of the two."""
+    """A deployment on each of the three."""
     return request.getfixturevalue(request.param)

@@ -14,6 +14,7 @@ from typing import TYPE_CHECKING, Any
 import kombu
 
 from keepstep import broker, errors, ids
+from keepstep.blockage import Blocked
 
 if TYPE_CHECKING:
     from collections.abc import Callable
@@ -56,10 +57,13 @@ class Link:
                 action(self._channel)
             except Exception as error:
                 outage = self._connection is not None and isinstance(error, self._outages())
-                self.close(broken=True)
+                late = time.monotonic() + pause >= deadline
+                # One that is blocked is kept, as long as it is for the same message.
+                if late or not isinstance(error, Blocked):
+                    self.close(broken=True)
                 if not outage:
                     raise
-                if time.monotonic() + pause >= deadline:
+                if late:
                     cause = broker.scrubbed(f"{type(error).__name__}: {error}", self._url)
                     message = f"the broker at {broker.redacted(self._url)} cannot be reached: {cause}"
                     raise errors.BrokerUnavailable(message) from error

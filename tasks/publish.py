@@ -14,7 +14,8 @@ import msgspec
 import structlog
 from kombu import Connection, Producer
 
-from keepstep import broker
+from keepstep import blockage, broker
+from keepstep.blockage import Blocked
 from keepstep.ids import new_id
 from keepstep.redisbroker import Channel as RedisChannel
 from keepstep.settings import Settings
@@ -69,12 +70,19 @@ class Publisher:
                     while sent < len(nudges):
                         self._send(producer, nudges[sent])
                         sent += 1
+                except Blocked as error:
+                    self._leave(len(nudges) - sent, error)
+                    return
                 except Exception as error:  # noqa: BLE001  drivers raise what they like; the sweep is the answer to all
                     self._drop()
                     if last:
-                        log.warning("nudges_left_to_sweep", count=len(nudges) - sent, **told(error))
+                        self._leave(len(nudges) - sent, error)
                 else:
                     return
+
+    @staticmethod
+    def _leave(count: int, error: Exception) -> None:
+        log.warning("nudges_left_to_sweep", count=count, **told(error))
 
     def take(self) -> Nudge | None:
         """Return the nudge that has waited longest and take it out of the queue, None when there is none.
@@ -118,6 +126,7 @@ class Publisher:
         if isinstance(producer.channel, RedisChannel):
             producer.channel.push(self._queue, _redis_message(nudge, self._queue))
             return
+        blockage.check(producer.channel)
         producer.publish(
             _body(nudge),
             routing_key=self._queue,

@@ -12,6 +12,7 @@ from contextlib import suppress
 from typing import TYPE_CHECKING, Any
 
 import kombu
+from amqp.exceptions import MessageNacked
 
 from keepstep import broker, errors, ids
 from keepstep.blockage import Blocked
@@ -81,7 +82,8 @@ class Link:
         """Return what a client library raises when it is the broker's fault, or the network's."""
         connection = self._connection
         assert connection is not None  # noqa: S101  `run` asked
-        return (*connection.connection_errors, *connection.channel_errors, OSError)
+        # RabbitMQ refuses a message when the queue's leader is just being chosen, or was lost.
+        return (*connection.connection_errors, *connection.channel_errors, OSError, MessageNacked)
 
     def drain(self, seconds: float) -> bool:
         """Deliver what comes within `seconds` to the channel's consumers; say whether anything came."""

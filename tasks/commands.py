@@ -11,7 +11,7 @@ import json
 from typing import Any
 
 import structlog
-from kombu import Connection, Consumer, Producer
+from kombu import Connection, Consumer
 
 from keepstep import broker
 from keepstep.crashpoints import reach
@@ -21,6 +21,7 @@ from keepstep.runtime.environment import Runtime
 from keepstep.settings import Settings
 from keepstep.tasks import messages
 from keepstep.tasks.logs import told
+from keepstep.tasks.replies import Replies
 from keepstep.tasks.service import Service
 
 log = structlog.get_logger("keepstep.worker")
@@ -40,27 +41,24 @@ class Commands(Service):
         super().__init__()
         self._settings = settings
         self._runtime = runtime
-        self._producer: Producer | None = None
+        self._replies = Replies(settings)
         self._backoff_seconds = 0.0
 
     def work(self) -> float:
         """Consume until told to stop or the connection breaks."""
         url, prefix = self._settings.broker, self._settings.queue
-        try:
-            with broker.connection(url, commands=True, queue=prefix) as connection:
-                channel = connection.channel()
-                # Where RabbitMQ puts what was delivered too often: it must be there before that happens.
-                broker.rejected_queue(prefix)(channel).declare()
-                self._producer = Producer(connection.channel(), auto_declare=False)
-                queues = [broker.commands_queue(url, prefix)]
-                with Consumer(channel, queues, on_message=self._received, prefetch_count=_PREFETCH):
-                    self._drain(connection)
-        finally:
-            self._producer = None
+        with broker.connection(url, commands=True, queue=prefix) as connection:
+            channel = connection.channel()
+            # Where RabbitMQ puts what was delivered too often: it must be there before that happens.
+            broker.rejected_queue(prefix)(channel).declare()
+            queues = [broker.commands_queue(url, prefix)]
+            with Consumer(channel, queues, on_message=self._received, prefetch_count=_PREFETCH):
+                self._drain(connection)
         return 0.0
 
     def finish(self) -> None:
-        """Close the database's connections."""
+        """Close the connections."""
+        self._replies.close()
         self._runtime.store.dispose()
 
     def _drain(self, connection: Connection) -> None:
@@ -102,26 +100,15 @@ class Commands(Service):
             reply = messages.reply(
                 command.id, thread_id=accepted.thread_id, run_id=accepted.run_id, duplicate=accepted.duplicate
             )
-            self._reply(message, command.id, reply)
+            self._replies.send(message, command.id, reply)
             message.ack()
 
     def _refuse(self, message: Any, body: bytes, error: KeepstepError) -> None:
         self._backoff_seconds = 0.0
         command_id = _id_of(message, body)
         log.warning("command_refused", command_id=command_id, code=error.code, reason=error.message[:1000])
-        self._reply(message, command_id, messages.reply(command_id, error=error))
+        self._replies.send(message, command_id, messages.reply(command_id, error=error))
         message.reject()
-
-    def _reply(self, message: Any, command_id: str, reply: bytes) -> None:
-        reply_to = message.properties.get("reply_to")
-        if not isinstance(reply_to, str) or not reply_to or self._producer is None:
-            return
-        try:
-            broker.publish_reply(
-                self._producer, reply, reply_to=reply_to, correlation_id=command_id, queue=self._settings.queue
-            )
-        except Exception as error:  # noqa: BLE001  what was accepted stays so; a sender without a reply asks again
-            log.warning("reply_failed", command_id=command_id, **told(error))
 
 
 def _id_of(message: Any, body: bytes) -> str:

@@ -179,6 +179,25 @@ class RabbitMQServer:
         """Return how many connections are open."""
         return int(self.ask("length(rabbit_networking:connections())"))
 
+    def unacknowledged(self) -> int:
+        """Return how many messages are delivered and not acknowledged."""
+        count = "rabbit_amqqueue:info(Q, [messages_unacknowledged])"
+        return int(self.ask(f"lists:sum([N || Q <- rabbit_amqqueue:list(), {{_, N}} <- {count}])"))
+
+    def remove_queues(self, vhost: str) -> None:
+        """Remove a virtual host's queues with all that is in them."""
+        remove = 'rabbit_amqqueue:delete(Q, false, false, <<"tests">>)'
+        self.ask(f'[{remove} || Q <- rabbit_amqqueue:list(<<"{vhost}">>)]')
+
+    def setting(self, name: str) -> str:
+        """Return one of its settings, as Erlang writes it."""
+        return self.ask(f"element(2, application:get_env(rabbit, {name}))")
+
+    def set(self, **settings: str) -> None:
+        """Change settings; connections that are made afterwards heed them."""
+        for name, value in settings.items():
+            self.ask(f"application:set_env(rabbit, {name}, {value})")
+
     def alarm(self) -> None:
         """Let it believe that its memory is full: it reads nothing more of whoever publishes."""
         self._watermark("0.000001")

@@ -131,7 +131,14 @@ def test_a_confirming_client_sends_the_same_command_until_it_is_accepted(url):
     assert worker.taken[0] == worker.taken[1] == worker.taken[2]
 
 
+def make_queue(url):
+    """Make the queue of commands, which takes RabbitMQ longer than those who follow should have to wait."""
+    with broker.connection(url, commands=True, timeout_seconds=20) as connection:
+        broker.commands_queue(url, "keepstep")(connection.channel()).declare()
+
+
 def test_a_confirming_client_gives_up_in_time(url):
+    make_queue(url)
     with Client(url, confirm=True, timeout=1) as client:
         start = time.monotonic()
         with pytest.raises(errors.NotConfirmed, match="within 1 s"):
@@ -245,15 +252,16 @@ def test_a_folder_that_cannot_be_written(tmp_path):
 
 
 def test_a_broker_that_freezes_under_an_open_connection(server):
-    broker, url = server
-    with Client(url, timeout=1) as client:
+    frozen, url = server
+    make_queue(url)
+    with Client(url, timeout=2) as client:
         client.pause("t")
-        broker.freeze()
+        frozen.freeze()
         try:
-            with bounded(url, 1):
+            with bounded(url, 2):
                 client.pause("t")
         finally:
-            broker.thaw()
+            frozen.thaw()
         # A server that was frozen may take a while to answer its first caller.
         with Client(url, timeout=10) as patient:
             patient.pause("t")
@@ -297,10 +305,11 @@ def test_an_answer_or_a_message_that_is_lost_is_sent_again(proxied, end):
 
 
 def test_a_rabbitmq_without_memory_is_unavailable_and_holds_one_connection(rabbitmq_url, rabbitmq_server):
-    with Client(rabbitmq_url, timeout=1) as client:
+    make_queue(rabbitmq_url)
+    with Client(rabbitmq_url, timeout=2) as client:
         client.pause("before")
         rabbitmq_server.alarm()
-        with bounded(rabbitmq_url, 1):
+        with bounded(rabbitmq_url, 2):
             client.pause("during")
         # The one for commands, which ends with the alarm; no reply was waited for.
         assert rabbitmq_server.connections() == 1

@@ -101,6 +101,7 @@ class Commands(Service):
                 command.id, thread_id=accepted.thread_id, run_id=accepted.run_id, duplicate=accepted.duplicate
             )
             self._replies.send(message, command.id, reply)
+            reach("before_ack", command.verb)
             message.ack()
 
     def _refuse(self, message: Any, body: bytes, error: KeepstepError) -> None:

@@ -25,7 +25,7 @@ from tests.servers import free_port
 NO_RABBITMQ = "no RabbitMQ"
 """What the reason of every skip begins with that is for want of a RabbitMQ server."""
 
-_START_SECONDS = 60.0
+_START_SECONDS = 90.0
 _STOP_SECONDS = 10.0
 _ANSWER_SECONDS = 30.0
 _INSTALL_SECONDS = 100.0

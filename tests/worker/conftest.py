@@ -28,7 +28,13 @@ def served_by_rabbitmq(tmp_path, postgresql_url, rabbitmq_url):
         yield deployment
 
 
-@pytest.fixture(params=["embedded", "served", "served_by_rabbitmq"])
+@pytest.fixture(params=["embedded", "served"])
 def deployment(request):
-    """A deployment on each of the three."""
+    """A deployment on each kind of database: for what does not depend on the broker."""
+    return request.getfixturevalue(request.param)
+
+
+@pytest.fixture(params=["embedded", "served", "served_by_rabbitmq"])
+def on_each_broker(request):
+    """A deployment on each kind of broker."""
     return request.getfixturevalue(request.param)

@@ -22,15 +22,6 @@ def on_a_server(request):
     return request.getfixturevalue(name), request.getfixturevalue(f"{request.param}_server")
 
 
-@pytest.fixture(params=["redis", "rabbitmq"])
-def mortal(request):
-    """A broker to kill and to start again, and its URL."""
-    if request.param == "redis":
-        redis = request.getfixturevalue("spare_redis")
-        return redis, redis.url
-    return request.getfixturevalue("rabbitmq_server"), request.getfixturevalue("rabbitmq_url")
-
-
 def test_a_broker_emptied_with_threads_in_flight_loses_none(on_a_server):
     served, broker_server = on_a_server
     worker = served.worker(concurrency=2)
@@ -79,22 +70,21 @@ def test_a_full_broker_delays_nudges_and_no_commit(served, redis_server):
     assert served.counts("starts") == Counter({"h before": 1, "h hold": 1, "h after": 1})
 
 
-def test_a_broker_that_is_down_at_the_start_and_in_between_is_waited_for(tmp_path, postgresql_url, mortal):
-    broker_server, url = mortal
-    broker_server.kill()
-    with deployed(tmp_path, postgresql_url, url) as deployment:
+def test_a_broker_that_is_down_at_the_start_and_in_between_is_waited_for(tmp_path, postgresql_url, spare_redis):
+    spare_redis.kill()
+    with deployed(tmp_path, postgresql_url, spare_redis.url) as deployment:
         worker = deployment.worker(concurrency=1)
-        broker_server.start()
+        spare_redis.start()
         deployment.start("held", "h")
         deployment.started("h hold")
 
-        broker_server.kill()
+        spare_redis.kill()
         deployment.touch("release")
         # The step commits although its nudge cannot be sent.
         eventually(
             lambda: deployment.query("SELECT seq FROM keepstep_thread") == [(2,)], what="the commit without a broker"
         )
-        broker_server.start()
+        spare_redis.start()
         deployment.ended("h")
         deployment.start("chain", "t")
         deployment.ended("t")
@@ -128,7 +118,8 @@ def test_a_database_that_is_away_delays_commands_and_loses_none(
         assert worker.process.poll() is None
 
 
-def test_a_bad_message_is_rejected_and_the_next_one_is_taken(deployment):
+def test_a_bad_message_is_rejected_and_the_next_one_is_taken(on_each_broker):
+    deployment = on_each_broker
     worker = deployment.worker(concurrency=1)
     settings = deployment.settings
     replies = broker.replies_queue(broker.replies_prefix(settings.queue) + new_id())

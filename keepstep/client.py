@@ -17,8 +17,8 @@ from typing import TYPE_CHECKING, Any, Literal, Self
 
 import kombu
 
-from keepstep import broker as brokers
 from keepstep import blockage, errors, ids
+from keepstep import broker as brokers
 from keepstep.jsonvalue import checked_json
 from keepstep.link import Link, Replies
 from keepstep.settings import Settings, load

@@ -20,7 +20,9 @@ from keepstep.tasks import messages
 
 @pytest.fixture(params=["file", "redis", "rabbitmq"])
 def url(request, tmp_path):
-    return f"file://{tmp_path / 'broker'}" if request.param == "file" else request.getfixturevalue(f"{request.param}_url")
+    if request.param == "file":
+        return f"file://{tmp_path / 'broker'}"
+    return request.getfixturevalue(f"{request.param}_url")
 
 
 @pytest.fixture(params=["redis", "rabbitmq"])

@@ -243,7 +243,6 @@ class Monkey:
             case "broker connections cut":
                 servers.to_broker.cut()
 
-
     def _restart_broker(self, seconds: float, *, empty: bool) -> None:
         """Kill the broker and bring it back, which takes RabbitMQ seconds: other things break meanwhile."""
         broker = self.servers.broker

@@ -53,10 +53,12 @@ def declare(url):
 
 def received(settings, count):
     got = []
-    with broker.connection(settings.broker, commands=False, queue=settings.queue) as connection:
-        with kombu.Consumer(connection.channel(), [QUEUE], on_message=got.append, no_ack=True):
-            while len(got) < count:
-                connection.drain_events(timeout=10)
+    with (
+        broker.connection(settings.broker, commands=False, queue=settings.queue) as connection,
+        kombu.Consumer(connection.channel(), [QUEUE], on_message=got.append, no_ack=True),
+    ):
+        while len(got) < count:
+            connection.drain_events(timeout=10)
     return got
 
 

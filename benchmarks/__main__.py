@@ -16,7 +16,8 @@ from collections import defaultdict
 from dataclasses import dataclass
 from pathlib import Path
 
-from benchmarks import measure
+from benchmarks import backlog, measure
+from benchmarks.backlog import Looks
 from benchmarks.contestants import Contestant, Keepstep, Lean, Servers, Stock
 from benchmarks.measure import Cost, Hops, Lone, Rate
 
@@ -64,6 +65,7 @@ TARGETS = (
     # Two: claim and commit. What is over it is the worker's own: renewing its row, sweeping.
     Target("statements_per_step", at_most=2.1),
     Target("commits_per_step", at_most=1.1),
+    Target("admission_100000_due_vs_100", at_most=2.0),
 )
 
 
@@ -103,9 +105,10 @@ def _run(servers: Servers, plan: Plan) -> dict[str, object]:
     )
     cost = measure.cost(servers, chains=plan.chains, seconds=plan.seconds)
     lone = measure.lone(servers, steps=plan.lone_steps)
+    looks = backlog.looks(servers)
     rates, loaded = _take_turns(servers, plan)
-    figures = _figures(rates, loaded, lone, cost)
-    _print_figures(figures, lone, cost)
+    figures = _figures(rates, loaded, lone, cost, looks)
+    _print_figures(figures, lone, cost, looks)
     print(json.dumps(figures))
     return figures
 
@@ -129,7 +132,9 @@ def _take_turns(servers: Servers, plan: Plan) -> tuple[dict[str, list[Rate]], li
     return rates, loaded
 
 
-def _figures(rates: dict[str, list[Rate]], loaded: list[Hops], lone: Lone, cost: Cost) -> dict[str, object]:
+def _figures(
+    rates: dict[str, list[Rate]], loaded: list[Hops], lone: Lone, cost: Cost, looks: Looks
+) -> dict[str, object]:
     speed = {name: measure.median([rate.steps_per_second for rate in turns]) for name, turns in rates.items()}
     used = {name: measure.median([rate.processor_microseconds for rate in turns]) for name, turns in rates.items()}
     figures: dict[str, float] = {
@@ -147,6 +152,9 @@ def _figures(rates: dict[str, list[Rate]], loaded: list[Hops], lone: Lone, cost:
         "payload_bytes_per_step": round(cost.payload_bytes),
         "worker_cpu_vs_stock_celery": round(used["keepstep"] / used["stock"], 3),
         "worker_cpu_vs_lean_celery_one_tx": round(used["keepstep"] / used["lean"], 3),
+        "admission_ms_100_due": round(looks.of_few, 2),
+        "admission_ms_100000_due": round(looks.of_many, 2),
+        "admission_100000_due_vs_100": round(looks.of_many / looks.of_few, 2),
     }
     targets = {
         target.figure: {
@@ -159,7 +167,7 @@ def _figures(rates: dict[str, list[Rate]], loaded: list[Hops], lone: Lone, cost:
     return {**figures, "targets": targets}
 
 
-def _print_figures(figures: dict[str, object], lone: Lone, cost: Cost) -> None:
+def _print_figures(figures: dict[str, object], lone: Lone, cost: Cost, looks: Looks) -> None:
     lines = {
         "hop, lone thread": f"p50 {lone.hops.p50:.1f} ms, p99 {lone.hops.p99:.1f} ms",
         "hop, all chains": f"p50 {figures['hop_ms_p50_loaded']} ms, p99 {figures['hop_ms_p99_loaded']} ms",
@@ -167,6 +175,7 @@ def _print_figures(figures: dict[str, object], lone: Lone, cost: Cost) -> None:
         "commits/step": f"{lone.flushes:.2f} that wait for the disk, of {lone.transactions:.2f} transactions",
         "messages/step": f"{cost.messages:.2f}",
         "bytes/step": f"{cost.stored_bytes:.0f} of tables and indexes, {cost.payload_bytes:.0f} of them payload",
+        "admission": f"{looks.of_few:.1f} ms for 16 of 100 due threads, {looks.of_many:.1f} ms for 16 of 100,000",
     }
     print()
     for name, text in lines.items():

@@ -6,17 +6,19 @@ that make them are per connection, so each has its own. Importing this module ma
 
 from __future__ import annotations
 
+import hashlib
 import logging
 import re
 import ssl
 from typing import Any
-from urllib.parse import unquote
+from urllib.parse import quote, unquote
 
 import kombu
 from kombu.transport import TRANSPORT_ALIASES
 
 from keepstep import blockage
 from keepstep.errors import InvalidSettings
+from keepstep.priority import PRIORITIES
 
 _logger = logging.getLogger(__name__)
 
@@ -34,6 +36,9 @@ _KINDS = {
     "memory": "memory",
 }
 _REPLIES_EXPIRE_SECONDS = 600
+_NUDGES_EXPIRE_SECONDS = 7 * 86400
+_NAME_LENGTH_MAX = 255  # of RabbitMQ, and of a folder's name, which the file broker quotes
+_REDIS_NUDGES = {"priority_steps": list(range(len(PRIORITIES))), "ack_emulation": False}
 _REDELIVER_SECONDS = 30
 _DELIVERY_LIMIT = 20
 
@@ -103,9 +108,7 @@ def transport_options(
             "socket_timeout": timeout_seconds,
             "socket_connect_timeout": min(2.0, timeout_seconds),
             "socket_keepalive": True,
-            # Priorities are queues of their own here, so one key is asked instead of four.
-            "priority_steps": [0],
-            **(_redis_acknowledgement(queue) if commands else {"ack_emulation": False}),
+            **(_redis_acknowledgement(queue) if commands else _REDIS_NUDGES),
         }
     return {}
 
@@ -117,6 +120,8 @@ def _redis_acknowledgement(queue: str) -> dict[str, Any]:
     another Celery application keeps in the same database.
     """
     return {
+        # A priority is a key of its own here, and commands have none.
+        "priority_steps": [0],
         "ack_emulation": True,
         "visibility_timeout": _REDELIVER_SECONDS,
         "unacked_key": f"{queue}.unacked",
@@ -185,9 +190,12 @@ def commands_name(queue: str) -> str:
     return f"{queue}.commands"
 
 
-def nudges_name(queue: str) -> str:
-    """Return the name of the queue of nudges."""
-    return f"{queue}.nudges"
+def nudges_name(queue: str, graph: str) -> str:
+    """Return the name of the queue of one graph version's nudges; `graph` is how rows name it."""
+    name = f"{queue}.nudges.{graph}"
+    if len(quote(name, safe="")) <= _NAME_LENGTH_MAX:
+        return name
+    return f"{queue}.nudges.~{hashlib.blake2b(graph.encode(), digest_size=16).hexdigest()}"
 
 
 def replies_prefix(queue: str) -> str:
@@ -210,6 +218,19 @@ def commands_queue(url: str, queue: str) -> kombu.Queue:
             "x-dead-letter-routing-key": f"{commands_name(queue)}.rejected",
         }
     return _queue(commands_name(queue), arguments)
+
+
+def nudges_queue(url: str, queue: str, graph: str) -> kombu.Queue:
+    """Return the queue of one graph version's nudges; one that nobody consumes any more vanishes."""
+    arguments = {}
+    if kind_of(url) == "amqp":
+        arguments = {"x-max-priority": len(PRIORITIES) - 1, "x-expires": _NUDGES_EXPIRE_SECONDS * 1000}
+    return _queue(nudges_name(queue, graph), arguments)
+
+
+def message_priority(url: str, priority: int) -> int:
+    """Return what a message says for a row's priority, 0 being the most urgent: on RabbitMQ the largest goes first."""
+    return len(PRIORITIES) - 1 - priority if kind_of(url) == "amqp" else priority
 
 
 def rejected_queue(queue: str) -> kombu.Queue:

@@ -10,7 +10,7 @@ import json
 import os
 import threading
 import time
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from contextlib import suppress
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any, Literal, Self
@@ -21,6 +21,7 @@ from keepstep import blockage, errors, ids
 from keepstep import broker as brokers
 from keepstep.jsonvalue import checked_json
 from keepstep.link import Link, Replies
+from keepstep.priority import PRIORITIES, Priority
 from keepstep.settings import Settings, load
 
 if TYPE_CHECKING:
@@ -122,11 +123,13 @@ class Client:
         request_id: str | None = None,
         if_running: Literal["queue", "reject"] = "queue",
         step_limit: int | None = None,
+        priority: Priority | None = None,
     ) -> Receipt:
         """Give `thread` of `graph` an input, which makes a run; the thread is made when it is not there.
 
         `input` is what JSON can say; the graph's state schema makes dates, decimals and so on of strings. Two starts
-        with one `request_id` are one run. `if_running` says what a thread does whose run has not ended.
+        with one `request_id` are one run. `if_running` says what a thread does whose run has not ended. `priority` is
+        the thread's from now on: `high` goes before `normal`, `low` after it; None leaves what it has, `normal`.
         """
         return self._send(
             "start",
@@ -137,6 +140,7 @@ class Client:
             request_id=request_id,
             if_running=_one_of("if_running", if_running, ("queue", "reject")),
             step_limit=step_limit,
+            priority=None if priority is None else _one_of("priority", priority, PRIORITIES),
         )
 
     def decide(
@@ -353,7 +357,7 @@ def _object(value: object, path: str) -> dict[str, Any]:
     return dict(value)
 
 
-def _one_of(name: str, value: str, allowed: tuple[str, ...]) -> str:
+def _one_of(name: str, value: str, allowed: Sequence[str]) -> str:
     if value not in allowed:
         message = f"{name} must be one of {', '.join(allowed)}"
         raise errors.InvalidInput(message)

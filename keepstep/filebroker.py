@@ -134,7 +134,8 @@ class Channel(virtual.Channel):
     # --- publishing and queues ----------------------------------------------------------------------------------
 
     def _put(self, queue: str, message: dict[str, Any], **_: Any) -> None:
-        self.connection.spool.put(queue, message, fsync=self.fsync)
+        priority = message.get("properties", {}).get("priority") or 0
+        self.connection.spool.put(queue, message, priority=priority, fsync=self.fsync)
 
     def prepare_queue_arguments(self, arguments: Mapping[str, Any] | None, **kwargs: Any) -> Any:
         """Return the arguments of a queue as RabbitMQ names them; only `x-expires` means something here."""

@@ -48,7 +48,9 @@ class Settings(BaseSettings):
     sweep_seconds: Seconds = 2.0
     """How often a worker looks for due threads that nobody runs (jittered)."""
     sweep_batch: Count = 200
-    """At most this many threads are nudged by one sweep."""
+    """At most this many waits whose time has come are answered by one sweep."""
+    queue_nudges_max: Count = 1000
+    """At most this many nudges of one graph wait in the broker, however many of its threads are due."""
 
     node_timeout_seconds: Seconds = 600.0
     """Timeout of a node that declares none: every node has a finite one."""

@@ -1,6 +1,7 @@
 """The file broker's folder: queues as folders, messages as files, every step one atomic rename.
 
-    queues/<queue>/<time>-<process>.msg      a message that waits; its name gives its place in the line
+    queues/<queue>/<priority><time>-<process>.msg
+                                             a message that waits; its name gives its place in the line
     queues/<queue>/.<…>.msg                  a message that is still being written: nobody reads names with a dot
     queues/<queue>/.expires                  the queue vanishes this many seconds after it was last asked for
     in-flight/<process>/<queue>/<…>.msg      a message that a live process has claimed and not yet acknowledged
@@ -49,6 +50,7 @@ _RECOVER_SECONDS = 1.0
 _TIDY_SECONDS = 30.0
 _ABANDONED_SECONDS = 3600.0
 _LISTING_MAX = 1000
+_LISTING_SECONDS = 0.25
 
 
 class Claim(NamedTuple):
@@ -74,6 +76,7 @@ class Spool:
         self._holding = threading.Lock()
         self._lock_file: int | None = None
         self._listings: dict[str, deque[str]] = {}
+        self._listed_at: dict[str, float] = {}
         self._expiring: dict[str, tuple[float, float]] = {}
         self._upkeep = threading.Lock()
         self._recover_at = self._tidy_at = 0.0
@@ -86,10 +89,13 @@ class Spool:
 
     # --- publishing ---------------------------------------------------------------------------------------------
 
-    def put(self, queue: str, payload: dict[str, Any], *, fsync: bool) -> None:
-        """Add a message to the end of `queue`; it is there for everybody, whole, or not at all."""
+    def put(self, queue: str, payload: dict[str, Any], *, priority: int = 0, fsync: bool) -> None:
+        """Add a message to `queue`, behind those of its priority (0 to 9, 0 goes first).
+
+        It is there for everybody, whole, or not at all.
+        """
         data = dumps(payload).encode()
-        folder, name = self._folder(queue), self._next_name()
+        folder, name = self._folder(queue), self._next_name(priority)
         for again in (True, False):
             try:
                 _write(folder, name, data, fsync=fsync)
@@ -100,11 +106,11 @@ class Spool:
             else:
                 return
 
-    def _next_name(self) -> str:
+    def _next_name(self, priority: int) -> str:
         """Return a name after every name of this process, and near its place among those of the others."""
         with self._names:
             self._last_name = max(time.time_ns(), self._last_name + 1)  # the clock may be set back
-            return f"{self._last_name:020d}-{self._process}{_MESSAGE}"
+            return f"{priority}{self._last_name:019d}-{self._process}{_MESSAGE}"
 
     # --- consuming ----------------------------------------------------------------------------------------------
 
@@ -139,14 +145,19 @@ class Spool:
         One listing serves many claims: listing and sorting a long queue for each of them would be quadratic.
         """
         listing = self._listings.setdefault(queue, deque())
-        with suppress(IndexError):
-            return listing.popleft()
+        now = time.monotonic()
+        # What came since may be more urgent.
+        if now - self._listed_at.get(queue, 0.0) < _LISTING_SECONDS:
+            with suppress(IndexError):
+                return listing.popleft()
         try:
             names = os.listdir(self._folder(queue))
         except FileNotFoundError:
             return None
         waiting = sorted(name for name in names if name.endswith(_MESSAGE) and not name.startswith("."))
+        listing.clear()
         listing.extend(waiting[1:_LISTING_MAX])
+        self._listed_at[queue] = now
         return waiting[0] if waiting else None
 
     def _take(self, queue: str, name: str, path: str) -> str | None:

@@ -30,6 +30,7 @@ from keepstep.errors import (
     WrongStatus,
 )
 from keepstep.ids import checked_name, new_id
+from keepstep.priority import NORMAL, PRIORITIES
 from keepstep.runtime import edits, planner
 from keepstep.runtime.codec import view
 from keepstep.runtime.compiled import CompiledGraph
@@ -58,6 +59,7 @@ class StartMessage(Protocol):
     request_id: str | None
     if_running: str
     step_limit: int | None
+    priority: str | None
 
 
 class DecideMessage(Protocol):
@@ -191,6 +193,7 @@ def _start(runtime: Runtime, transaction: Transaction, message: StartMessage) ->
         text = f"no worker carries a graph named {message.graph!r} (this one carries: {known})"
         raise UnknownGraph(text)
     new = NewRun(new_id(), request_id, digest, stored, message.step_limit)
+    priority = None if message.priority is None else PRIORITIES.index(message.priority)
     found = threads.by_name(transaction, message.tenant, message.application, message.graph, message.thread)
     if found is None:
         if graph is not None:
@@ -204,6 +207,7 @@ def _start(runtime: Runtime, transaction: Transaction, message: StartMessage) ->
             agent=message.graph,
             name=message.thread,
             graph_version=version,
+            priority=NORMAL if priority is None else priority,
             lease_seconds=runtime.lease_seconds(runtime.settings.node_timeout_seconds),
             first=new,
         )
@@ -214,7 +218,7 @@ def _start(runtime: Runtime, transaction: Transaction, message: StartMessage) ->
             raise RunInProgress(text)
         if graph is not None:
             graph.schema.fitted(message.input)
-        nudge = threads.add_run(transaction, found, version, new)
+        nudge = threads.add_run(transaction, found, version, new, priority=priority)
     _audit(transaction, message, thread_id, "start", "producer", {"run": new.id})
     return Accepted(thread_id, new.id, nudges=[nudge] if nudge else [])
 

@@ -64,6 +64,7 @@ class CompiledGraph:
     version: str
     step_limit: int | None
     fan_out: bool | int | None
+    running_max: int | None
     nodes: dict[str, Node]
     exits: dict[str, Exits]
     """Of every node, and of START."""
@@ -124,6 +125,7 @@ def compiled(graph: Graph, inside: tuple[Graph, ...] = ()) -> CompiledGraph:
         version=graph.version,
         step_limit=graph.step_limit,
         fan_out=graph.fan_out,
+        running_max=graph.running_max,
         nodes=nodes,
         exits=exits,
         schema=graph.schema,

@@ -2,18 +2,29 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 from functools import cached_property
 
+import structlog
+
+from keepstep.errors import DatabaseUnavailable
 from keepstep.runtime.codec import Codec
 from keepstep.runtime.compiled import CompiledGraph, Node
+from keepstep.runtime.limits import RunningMax
 from keepstep.runtime.types import TypeRegistry
 from keepstep.runtime.watchdog import Watchdog
 from keepstep.settings import Settings
+from keepstep.store.admission import Admission
 from keepstep.store.engine import Store
 from keepstep.store.leases import Nudge, Owner
 from keepstep.store.workers import carried_text
+
+log = structlog.get_logger("keepstep.step")
+
+
+def _read_from_store() -> Mapping[str, int]:
+    return {}
 
 
 @dataclass
@@ -32,7 +43,29 @@ class Runtime:
     on_failure: Callable[[BaseException], None] | None = None
     """Told every exception that ends an attempt, for a caller who wants the exception itself."""
     watchdog: Watchdog = field(default_factory=Watchdog)
+    running_max: Callable[[], Mapping[str, int]] = _read_from_store
+    """The limits on what runs at once (see `store/limits.py`)."""
     _codecs: dict[tuple[str, str], Codec] = field(default_factory=dict)
+
+    def __post_init__(self) -> None:
+        """Read the limits from the store, unless somebody else says them."""
+        if self.running_max is _read_from_store:
+            self.running_max = RunningMax(self.store, self.graphs.values())
+
+    @cached_property
+    def admission(self) -> Admission:
+        """What finds due rows of the graphs this process carries."""
+        return Admission(self.store, self.graphs)
+
+    def next_within(self, scopes: Iterable[str]) -> list[Nudge]:
+        """Return the nudges of what may run now that one less runs under these limits."""
+        if not scopes:
+            return []
+        try:
+            return self.admission.look(lambda _queue: 1, self.running_max(), scopes=scopes).nudges
+        except DatabaseUnavailable as error:
+            log.info("left_to_sweep", reason=error.message)
+            return []
 
     @cached_property
     def carried(self) -> str:

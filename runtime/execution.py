@@ -41,7 +41,7 @@ from keepstep.runtime.watchdog import alarm
 from keepstep.store import checkpoints, leases
 from keepstep.store import waits as stored_waits
 from keepstep.store.checkpoints import NewEvent
-from keepstep.store.leases import Claim
+from keepstep.store.claims import Claim
 
 log = structlog.get_logger("keepstep.step")
 _UNAVAILABLE_SECONDS = 5.0

@@ -28,8 +28,10 @@ class Graph:
 
     `name` and `version` are what threads are started by. `step_limit` bounds the super-steps of one run, `fan_out` says
     when node runs of one super-step become tasks of their own: True always, False never, a number: when there are more
-    than that; None leaves both to the settings. `types` are classes that stored values may have although the state
-    type does not name them (those of Send inputs, of values under `Any`). Raises `GraphError`.
+    than that; None leaves both to the settings. `running_max` bounds how many steps and node runs of it run at once,
+    over all workers; what an operator sets (`keepstep limit`) stands over it. `types` are classes that stored values
+    may have although the state type does not name them (those of Send inputs, of values under `Any`). Raises
+    `GraphError`.
     """
 
     def __init__(
@@ -40,6 +42,7 @@ class Graph:
         version: str = "1",
         step_limit: int | None = None,
         fan_out: bool | int | None = None,
+        running_max: int | None = None,
         types: Iterable[type] = (),
     ) -> None:
         self.name = _checked("a graph's name", name)
@@ -48,6 +51,7 @@ class Graph:
         self.fan_out = (
             fan_out if fan_out is None or isinstance(fan_out, bool) else _count(f"fan_out of graph {name!r}", fan_out)
         )
+        self.running_max = None if running_max is None else _count(f"running_max of graph {name!r}", running_max)
         self.schema = StateSchema(state)
         self.types = tuple(types)
         self.nodes: dict[str, Node] = {}

@@ -17,7 +17,7 @@ from keepstep.ids import new_id
 from keepstep.runtime import delta
 from keepstep.runtime.codec import Codec, digest
 from keepstep.runtime.planner import Cursor
-from keepstep.store.leases import CheckpointRow
+from keepstep.store.claims import CheckpointRow
 
 Channels = dict[str, Any]
 

@@ -141,12 +141,13 @@ class _Run:
             message = f"the run waits for {waits_for}; give graph.run decisions=… or signals=…"
             raise Undecided(message)
         self._clock.skipped_seconds += max(0.0, due_at - self._clock())
-        self._queue += sweep.sweep(self._store, carried=self._runtime.carried, takeover=False, limit=1000)
+        self._queue += sweep.sweep(self._store, takeover=False, limit=1000)
+        self._queue += self._runtime.admission.look(lambda _queue: 1000, self._runtime.running_max()).nudges
 
     def _send(self, verb: str, **fields: Any) -> None:
         defaults: dict[str, Any] = {"verb": verb, "id": new_id(), "tenant": "default", "application": "default"}
         if verb == "start":
-            defaults |= {"request_id": None, "if_running": "reject"}
+            defaults |= {"request_id": None, "if_running": "reject", "priority": None}
         accepted = commands.accept(self._runtime, SimpleNamespace(**{**defaults, **fields}))
         self._queue += accepted.nudges
 

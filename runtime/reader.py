@@ -18,8 +18,8 @@ from keepstep.runtime.history import verify
 from keepstep.runtime.planner import HIDDEN
 from keepstep.settings import Settings
 from keepstep.store import views
+from keepstep.store.claims import CheckpointRow
 from keepstep.store.engine import Store
-from keepstep.store.leases import CheckpointRow
 from keepstep.store.schema import BLOCKED, ENDED
 from keepstep.store.views import AuditView, EffectView, NodeRunView, RunView, ThreadView, WaitView
 

@@ -9,7 +9,8 @@ from keepstep.runtime.environment import Runtime
 from keepstep.runtime.outcome import Blocked, Done, Failed, Outcome, Retry, Waiting, error_text
 from keepstep.store import leases, outcomes
 from keepstep.store.checkpoints import NewEvent
-from keepstep.store.leases import Claim, Nudge
+from keepstep.store.claims import Claim
+from keepstep.store.leases import Nudge
 from keepstep.store.schema import BLOCKED, DONE, FAILED
 
 PATIENCE_SECONDS = 600.0

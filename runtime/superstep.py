@@ -33,9 +33,10 @@ from keepstep.runtime.history import Channels, Head, describe, payload, restore
 from keepstep.runtime.outcome import Blocked, Done, Failed, Outcome, described, error_text
 from keepstep.runtime.planner import MISSING, Cursor, DueRun, NodeResult
 from keepstep.runtime.settlement import PATIENCE_SECONDS, settle
-from keepstep.store import checkpoints, leases, outcomes
+from keepstep.store import checkpoints, claims, leases, outcomes
 from keepstep.store.checkpoints import Committed, NewCheckpoint, NewEvent
-from keepstep.store.leases import Claim, Fence, Nudge
+from keepstep.store.claims import Claim
+from keepstep.store.leases import Fence, Nudge
 from keepstep.store.outcomes import NUDGE_SECONDS, NewNodeRun
 from keepstep.store.schema import BLOCKED, DONE, FAILED, READY
 
@@ -51,7 +52,14 @@ def run_step(runtime: Runtime, thread_id: str, version: int) -> bool:
     `DatabaseUnavailable` when the database stayed away; the sweep then finds the thread.
     """
     reach("before_claim", thread_id)
-    claim = leases.claim_thread(runtime.store, thread_id, version, owner=runtime.owner, carried=runtime.carried)
+    claim = claims.claim_thread(
+        runtime.store,
+        thread_id,
+        version,
+        owner=runtime.owner,
+        carried=runtime.carried,
+        running_max=runtime.running_max(),
+    )
     if claim is None:
         return False
     at = f"{claim.thread.name}/{claim.fence.seq}"
@@ -72,6 +80,8 @@ def run_step(runtime: Runtime, thread_id: str, version: int) -> bool:
     reach("after_commit", at)
     runtime.publish(nudges)
     reach("after_nudge", at)
+    if not nudges:
+        runtime.publish(runtime.next_within(claim.scopes))
     return True
 
 
@@ -84,7 +94,7 @@ def _step(runtime: Runtime, claim: Claim) -> list[Nudge]:
             return begun
         claim, head = begun
         if head.cursor.finished:
-            return [Nudge("step", claim.thread.id, claim.thread.version)]
+            return [_next(claim, claim.thread.version)]
     limit = _step_limit(runtime, claim, graph)
     if claim.thread.run_steps >= limit:
         raise _limit_reached(limit)
@@ -135,7 +145,7 @@ def _begin_run(
     claim = Claim(
         Fence(fence.thread_id, fence.nonce, fence.branch, fence.seq + 1),
         claim.thread._replace(seq=after.seq, version=committed.version, fanned=0),
-        leases.Attempt(1, 0, 0, None),
+        claims.Attempt(1, 0, 0, None),
         None,
         claim.checkpoints,
     )
@@ -215,7 +225,9 @@ def _fan_out(runtime: Runtime, claim: Claim, graph: CompiledGraph, step: str, ru
     if len(runs) > _inline_max(runtime, graph):
         return nudges
     with ThreadPoolExecutor(len(runs), thread_name_prefix="keepstep-node") as pool:
-        found = list(pool.map(lambda nudge: _claim_and_run(runtime, nudge), nudges))
+        found = list(
+            pool.map(lambda each: _claim_and_run(runtime, each.thread_id, each.seq, each.run, each.version), nudges)
+        )
     followed = [nudge for several in found for nudge in several or ()]
     joins = [nudge for nudge in followed if nudge.kind == "step"]
     for nudge in joins:
@@ -233,42 +245,46 @@ def _inline_max(runtime: Runtime, graph: CompiledGraph) -> int:
 
 def run_node(runtime: Runtime, thread_id: str, seq: int, run: str, version: int) -> bool:
     """Run one fanned-out node run that is due; return whether there was one for this worker (see `run_step`)."""
-    nudge = Nudge("node", thread_id, version, seq, run)
-    nudges = _claim_and_run(runtime, nudge)
+    nudges = _claim_and_run(runtime, thread_id, seq, run, version)
     if nudges is None:
         return False
     runtime.publish(nudges)
     return True
 
 
-def _claim_and_run(runtime: Runtime, nudge: Nudge) -> list[Nudge] | None:
+def _claim_and_run(runtime: Runtime, thread_id: str, seq: int, run: str, version: int) -> list[Nudge] | None:
     """Run a node run if it is due and free; return the nudges that follow, None when there was nothing to do."""
-    claim = leases.claim_node(
+    claim = claims.claim_node(
         runtime.store,
-        nudge.thread_id,
-        nudge.seq,
-        nudge.run,
-        nudge.version,
+        thread_id,
+        seq,
+        run,
+        version,
         owner=runtime.owner,
         carried=runtime.carried,
+        running_max=runtime.running_max(),
     )
     if claim is None or claim.node is None:
         return None
-    step = claim.node.step
+    nudges = _ended_node_run(runtime, claim, claim.node.step, run)
+    return nudges or runtime.next_within(claim.scopes)
+
+
+def _ended_node_run(runtime: Runtime, claim: Claim, step: str, run: str) -> list[Nudge]:
     try:
         return _node_run(runtime, claim, step)
     except StaleLease:
-        log.info("lease_lost", thread=claim.thread.name, step=step, run=nudge.run)
+        log.info("lease_lost", thread=claim.thread.name, step=step, run=run)
         return []
     except DatabaseUnavailable:
         leases.give_back(runtime.store, claim.fence.thread_id, claim.fence.nonce)
         raise
     except Exception as error:  # noqa: BLE001  as in run_step
-        text = described(error, run=nudge.run)
+        text = described(error, run=run)
         failed = isinstance(error, KeepstepError) and not isinstance(error, ThreadBlocked | GraphError)
         outcome: Outcome = Failed(claim.attempt.failures, text) if failed else Blocked(text)
-        _report(claim, nudge.run, outcome)
-        return settle(runtime, claim, step, nudge.run, outcome, (), failures=claim.attempt.failures)
+        _report(claim, run, outcome)
+        return settle(runtime, claim, step, run, outcome, (), failures=claim.attempt.failures)
 
 
 def _node_run(runtime: Runtime, claim: Claim, step: str) -> list[Nudge]:
@@ -352,7 +368,11 @@ def _advance(
     )
     if committed.status != READY or committed.control == leases.PAUSE:
         return []
-    return [Nudge("step", claim.thread.id, committed.version)]
+    return [_next(claim, committed.version)]
+
+
+def _next(claim: Claim, version: int) -> Nudge:
+    return Nudge("step", claim.thread.id, version, claim.thread.queue, claim.thread.priority)
 
 
 def _commit(

@@ -16,15 +16,9 @@ from sqlalchemy.sql.base import Executable
 
 from keepstep.crashpoints import armed, reach
 from keepstep.errors import DatabaseUnavailable, StaleLease
+from keepstep.store.claims import CHECKPOINT_COLUMNS, CheckpointRow, checkpoint_row
 from keepstep.store.engine import Store, Transaction
-from keepstep.store.leases import (
-    CHECKPOINT_COLUMNS,
-    CheckpointRow,
-    Fence,
-    checkpoint_row,
-    fence_params,
-    fenced,
-)
+from keepstep.store.leases import Fence, fence_params, fenced
 from keepstep.store.routines import Routine
 from keepstep.store.schema import DONE, FAILED, QUEUED, READY, RUNNING, checkpoint, event, run, signal, thread, wait
 from keepstep.store.statements import Statement, db_now, param

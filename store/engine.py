@@ -58,6 +58,7 @@ class Transaction:
 
     def __init__(self, store: Store, cursor: Any) -> None:
         self._dialect = store.engine.dialect
+        self.postgresql = store.dialect == "postgresql"
         self.cursor = cursor
 
     def rows(self, statement: Statement, params: Mapping[str, Any]) -> list[Row]:

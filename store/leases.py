@@ -14,21 +14,17 @@ from __future__ import annotations
 import functools
 import os
 from base64 import urlsafe_b64encode
-from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any, NamedTuple
 
 import msgspec
-from sqlalchemy import ColumnElement, Table, and_, case, cast, exists, func, literal, or_, select, update
+from sqlalchemy import ColumnElement, Table, cast, literal, update
 from sqlalchemy import String as Text
-from sqlalchemy import Text as TextType
-from sqlalchemy.sql.base import Executable
 
-from keepstep.errors import DatabaseUnavailable, StaleLease
-from keepstep.store.engine import Store, Transaction
-from keepstep.store.routines import Routine
-from keepstep.store.schema import READY, WAITING, checkpoint, node_run, thread
-from keepstep.store.statements import Row, Statement, contains, db_now, param
+from keepstep.errors import StaleLease
+from keepstep.store.engine import Store
+from keepstep.store.schema import node_run, thread
+from keepstep.store.statements import Statement, contains, db_now, param
 
 PAUSE = "pause"
 _GIVE_BACK_PATIENCE_SECONDS = 30.0
@@ -62,81 +58,19 @@ class Nudge(NamedTuple):
     """`step` or `node`."""
     thread_id: str
     version: int
+    queue: str
+    """The graph and version that it is for (`queue_of`)."""
+    priority: int
     seq: int = 0
     run: str = ""
 
 
-class CheckpointRow(NamedTuple):
-    """A stored checkpoint; payloads are as the codec wrote them."""
-
-    seq: int
-    id: str
-    parent_id: str | None
-    run_id: str
-    kind: str
-    change: bytes | None
-    snapshot: bytes | None
-    cursor: bytes
-    meta: bytes
-    digest: bytes
-    parent_digest: bytes
-
-
-CHECKPOINT_COLUMNS = [checkpoint.c[name] for name in CheckpointRow._fields]
-
-
-class ThreadHead(NamedTuple):
-    """A thread as the claim found it."""
-
-    id: str
-    tenant: str
-    application: str
-    agent: str
-    name: str
-    graph_version: str
-    control: str
-    branch: int
-    seq: int
-    snapshot_seq: int
-    version: int
-    fanned: int
-    run_id: str | None
-    run_active: int
-    run_steps: int
-    step_limit: int | None
-
-
-class Attempt(NamedTuple):
-    """How often this was tried."""
-
-    starts: int
-    failures: int
-    deaths: int
-    last_death: str | None
-
-
-class NodeRow(NamedTuple):
-    """A fanned-out node run as the claim found it."""
-
-    step: str
-    position: int
-    node: str
-    input: bytes | None
-
-
-class Claim(NamedTuple):
-    """A lease just acquired, with the head it runs from."""
-
-    fence: Fence
-    thread: ThreadHead
-    attempt: Attempt
-    node: NodeRow | None
-    checkpoints: list[CheckpointRow]
-    """From the last snapshot to the head; empty before the first, and for a Send, which carries its own input."""
-
-
-_HEAD = [thread.c[name] for name in ThreadHead._fields]
-_CHECKPOINT_FIELDS = len(CheckpointRow._fields)
+def nudge_columns(table: Table) -> list[ColumnElement[Any]]:
+    """Return the columns of a thread or node run from which its nudge is made, after the kind."""
+    if table is thread:
+        return [thread.c.id, thread.c.version, thread.c.queue, thread.c.priority]
+    names = ("thread_id", "version", "queue", "priority", "seq", "run")
+    return [node_run.c[name] for name in names]
 
 
 def new_nonce() -> str:
@@ -149,230 +83,15 @@ def carried_key(graph: str, version: str) -> str:
     return f"\n{graph}\x1f{version}\n"
 
 
+def queue_of(graph: str, version: str) -> str:
+    """Return the queue of a graph's version: its nudges are never taken by a worker that does not carry it."""
+    return f"{graph.replace('%', '%25').replace('@', '%40')}@{version}"
+
+
 def is_carried() -> ColumnElement[bool]:
     """The condition that this worker carries the thread's graph and version (parameter `carried`)."""
     key = literal("\n", Text) + thread.c.agent + literal("\x1f", Text) + thread.c.graph_version + literal("\n", Text)
     return contains(cast(param("carried"), Text), key) > 0
-
-
-def _takes(table: Table) -> dict[str, Any]:
-    """What acquiring the lease writes; a nonce still there is a holder that overstayed its deadline."""
-    overstayed = case((table.c.lease_nonce.is_not(None), 1), else_=0)
-    return {
-        "lease_nonce": param("nonce"),
-        "lease_worker": param("worker"),
-        "lease_child": param("child"),
-        "lease_deadline": db_now() + table.c.lease_seconds,
-        "starts": table.c.starts + 1,
-        "deaths": table.c.deaths + overstayed,
-        "last_death": case(
-            (table.c.lease_nonce.is_not(None), literal("it overstayed its deadline", Text)), else_=table.c.last_death
-        ),
-    }
-
-
-def _is_free(table: Table) -> list[ColumnElement[bool]]:
-    return [
-        table.c.status == READY,
-        table.c.version == param("version"),
-        table.c.due_at <= db_now(),
-        or_(table.c.lease_nonce.is_(None), table.c.lease_deadline <= db_now()),
-    ]
-
-
-_ATTEMPT = ("starts", "failures", "deaths", "last_death")
-
-
-def _claim_thread(dialect: str) -> Executable:
-    taken = (
-        update(thread)
-        .where(thread.c.id == param("thread_id"), *_is_free(thread), thread.c.control != PAUSE, is_carried())
-        .values(**_takes(thread))
-        .returning(*_HEAD, *(thread.c[name] for name in _ATTEMPT))
-    )
-    if dialect != "postgresql":
-        return taken  # SQLite takes no data-modifying CTE: the same transaction reads the checkpoints next
-    claimed = taken.cte("claimed")
-    # The claim need not survive a crash of the database: the nonce is random, so losing it harms nobody.
-    hasty = select(func.set_config("synchronous_commit", "off", True, type_=TextType).label("mode")).cte("hasty")  # noqa: FBT003  SQL
-    held = and_(
-        checkpoint.c.thread_id == claimed.c.id,
-        checkpoint.c.branch == claimed.c.branch,
-        checkpoint.c.seq >= claimed.c.snapshot_seq,
-        checkpoint.c.seq <= claimed.c.seq,
-    )
-    source = claimed.join(hasty, literal(1) == literal(1)).outerjoin(checkpoint, held)
-    return select(*claimed.c, hasty.c.mode, *CHECKPOINT_COLUMNS).select_from(source).order_by(checkpoint.c.seq)
-
-
-def _claim_node(dialect: str) -> Executable:
-    owner = exists().where(
-        thread.c.id == node_run.c.thread_id,
-        thread.c.status == WAITING,
-        thread.c.control != PAUSE,
-        thread.c.branch == node_run.c.branch,
-        thread.c.seq + 1 == node_run.c.seq,
-        is_carried(),
-    )
-    taken = (
-        update(node_run)
-        .where(
-            node_run.c.thread_id == param("thread_id"),
-            node_run.c.seq == param("seq"),
-            node_run.c.run == param("run"),
-            *_is_free(node_run),
-            owner,
-        )
-        .values(**_takes(node_run), started_at=func.coalesce(node_run.c.started_at, db_now()))
-        .returning(
-            *(node_run.c[name] for name in NodeRow._fields), *(node_run.c[name] for name in _ATTEMPT), node_run.c.branch
-        )
-    )
-    if dialect != "postgresql":
-        return taken
-    claimed = taken.cte("claimed")
-    hasty = select(func.set_config("synchronous_commit", "off", True, type_=TextType).label("mode")).cte("hasty")  # noqa: FBT003  SQL
-    head = thread.alias("head")
-    held = and_(
-        checkpoint.c.thread_id == head.c.id,
-        checkpoint.c.branch == head.c.branch,
-        checkpoint.c.seq >= head.c.snapshot_seq,
-        checkpoint.c.seq <= head.c.seq,
-        claimed.c.input.is_(None),
-    )
-    source = (
-        claimed.join(hasty, literal(1) == literal(1))
-        .join(head, head.c.id == param("thread_id"))
-        .outerjoin(checkpoint, held)
-    )
-    return (
-        select(
-            *(head.c[name] for name in ThreadHead._fields),
-            *(claimed.c[name] for name in (*NodeRow._fields, *_ATTEMPT)),
-            hasty.c.mode,
-            *CHECKPOINT_COLUMNS,
-        )
-        .select_from(source)
-        .order_by(checkpoint.c.seq)
-    )
-
-
-_CLAIMS = {"nonce": "text", "worker": "text", "child": "integer", "version": "integer", "carried": "text"}
-_CLAIM_THREAD = Routine("claim_thread", _claim_thread, {"thread_id": "text", **_CLAIMS})
-_CLAIM_NODE = Routine("claim_node", _claim_node, {"thread_id": "text", "seq": "integer", "run": "text", **_CLAIMS})
-ROUTINES = (_CLAIM_THREAD, _CLAIM_NODE)
-_READ_HEAD = Statement(lambda _dialect: select(*_HEAD).where(thread.c.id == param("thread_id")))
-_READ_RANGE = Statement(
-    lambda _dialect: (
-        select(*CHECKPOINT_COLUMNS)
-        .where(
-            checkpoint.c.thread_id == param("thread_id"),
-            checkpoint.c.branch == param("branch"),
-            checkpoint.c.seq >= param("first"),
-            checkpoint.c.seq <= param("last"),
-        )
-        .order_by(checkpoint.c.seq)
-    )
-)
-
-
-def checkpoint_row(values: Row) -> CheckpointRow:
-    """Return a checkpoint from its columns."""
-    return CheckpointRow(*values)
-
-
-def checkpoint_range(
-    transaction: Transaction, thread_id: str, branch: int, first: int, last: int
-) -> list[CheckpointRow]:
-    """Return the checkpoints `first` to `last` of a branch, in order."""
-    params = {"thread_id": thread_id, "branch": branch, "first": first, "last": last}
-    return [checkpoint_row(row) for row in transaction.rows(_READ_RANGE, params)]
-
-
-def _checkpoints_of(rows: list[Row], start: int) -> list[CheckpointRow]:
-    if rows[0][start] is None:
-        return []
-    return [checkpoint_row(row[start : start + _CHECKPOINT_FIELDS]) for row in rows]
-
-
-def _owner_params(owner: Owner, nonce: str) -> dict[str, Any]:
-    return {"nonce": nonce, "worker": owner.worker, "child": owner.child}
-
-
-def _surely(store: Store, thread_id: str, claim: Callable[[str], Claim | None]) -> Claim | None:
-    """Claim under a new nonce, and once more when the answer was lost with its connection.
-
-    Then the lease may have been acquired: it is given back first, since nobody else would know of it.
-    """
-    nonce = new_nonce()
-    try:
-        return claim(nonce)
-    except DatabaseUnavailable:
-        give_back(store, thread_id, nonce)
-    return claim(new_nonce())
-
-
-def claim_thread(store: Store, thread_id: str, version: int, *, owner: Owner, carried: str) -> Claim | None:
-    """Acquire a thread's lease and load its head, in one round trip; None when there is nothing to do.
-
-    Nothing to do: the thread is not ready, not due, at another version, paused, leased to somebody alive, or of a
-    graph that `carried` (see `carried_key`) does not name.
-    """
-    params = {"thread_id": thread_id, "version": version, "carried": carried}
-    return _surely(store, thread_id, lambda nonce: _thread_claimed(store, params, owner, nonce))
-
-
-def _thread_claimed(store: Store, params: dict[str, Any], owner: Owner, nonce: str) -> Claim | None:
-    params = {**params, **_owner_params(owner, nonce)}
-    count = len(_HEAD)
-    if store.dialect == "postgresql":
-        rows = store.rows(_CLAIM_THREAD, params)
-        if not rows:
-            return None
-        head = ThreadHead(*rows[0][:count])
-        checkpoints = _checkpoints_of(rows, count + len(_ATTEMPT) + 1)
-        attempt = Attempt(*rows[0][count : count + len(_ATTEMPT)])
-    else:
-        with store.transaction() as transaction:
-            row = transaction.row(_CLAIM_THREAD, params)
-            if row is None:
-                return None
-            head, attempt = ThreadHead(*row[:count]), Attempt(*row[count : count + len(_ATTEMPT)])
-            checkpoints = checkpoint_range(transaction, head.id, head.branch, head.snapshot_seq, head.seq)
-    return Claim(Fence(head.id, nonce, head.branch, head.seq + 1), head, attempt, None, checkpoints)
-
-
-def claim_node(
-    store: Store, thread_id: str, seq: int, run: str, version: int, *, owner: Owner, carried: str
-) -> Claim | None:
-    """Acquire the lease of one fanned-out node run and load what it needs; None when there is nothing to do."""
-    params = {"thread_id": thread_id, "seq": seq, "run": run, "version": version, "carried": carried}
-    return _surely(store, thread_id, lambda nonce: _node_claimed(store, params, owner, nonce))
-
-
-def _node_claimed(store: Store, params: dict[str, Any], owner: Owner, nonce: str) -> Claim | None:
-    params = {**params, **_owner_params(owner, nonce)}
-    nodes, attempts = len(NodeRow._fields), len(_ATTEMPT)
-    if store.dialect == "postgresql":
-        rows = store.rows(_CLAIM_NODE, params)
-        if not rows:
-            return None
-        head = ThreadHead(*rows[0][: len(_HEAD)])
-        values = rows[0][len(_HEAD) :]
-        checkpoints = _checkpoints_of(rows, len(_HEAD) + nodes + attempts + 1)
-    else:
-        with store.transaction() as transaction:
-            found = transaction.row(_CLAIM_NODE, params)
-            if found is None:
-                return None
-            values = found
-            head = ThreadHead(*transaction.rows(_READ_HEAD, {"thread_id": params["thread_id"]})[0])
-            first = head.snapshot_seq if values[nodes - 1] is None else head.seq + 1
-            checkpoints = checkpoint_range(transaction, head.id, head.branch, first, head.seq)
-    node = NodeRow(*values[:nodes])
-    attempt = Attempt(*values[nodes : nodes + attempts])
-    fence = Fence(head.id, nonce, head.branch, params["seq"], params["run"])
-    return Claim(fence, head, attempt, node, checkpoints)
 
 
 # --- what the holder of a lease may do with it ---

@@ -13,7 +13,7 @@ from sqlalchemy import Connection, create_engine, inspect, text
 from sqlalchemy.exc import OperationalError
 
 from keepstep.errors import DatabaseUnavailable, SchemaMismatch
-from keepstep.store import checkpoints, leases
+from keepstep.store import checkpoints, claims
 from keepstep.store.engine import Store
 from keepstep.store.routines import install
 
@@ -67,7 +67,7 @@ def upgrade(store: Store) -> SchemaState:
                 command.upgrade(_config(connection), "head")
                 connection.commit()
             if store.dialect == "postgresql":
-                install(connection, (*leases.ROUTINES, *checkpoints.ROUTINES))
+                install(connection, (*claims.ROUTINES, *checkpoints.ROUTINES))
                 connection.commit()
             return state
     except OperationalError as error:

@@ -16,7 +16,7 @@ from sqlalchemy import Text as TextType
 from keepstep.errors import StaleLease
 from keepstep.store.checkpoints import NewEvent, insert_events
 from keepstep.store.engine import Store, Transaction
-from keepstep.store.leases import Fence, Nudge, fence_params, fenced, released
+from keepstep.store.leases import Fence, Nudge, fence_params, fenced, nudge_columns, released
 from keepstep.store.schema import (
     FAILED,
     READY,
@@ -85,9 +85,7 @@ class NodeRunState(NamedTuple):
 
 _LOCK_THREAD = Statement(
     lambda _dialect: (
-        select(thread.c.tenant, thread.c.run_id, thread.c.status, thread.c.run_steps)
-        .where(thread.c.id == param("f_thread"))
-        .with_for_update()
+        select(*(thread.c[name] for name in Locked._fields)).where(thread.c.id == param("f_thread")).with_for_update()
     )
 )
 _HOLDS_THREAD = Statement(lambda _dialect: select(thread.c.id).where(*fenced(thread)).with_for_update())
@@ -101,6 +99,8 @@ class Locked(NamedTuple):
     run_id: str | None
     status: str
     run_steps: int
+    queue: str
+    priority: int
 
 
 def lock(transaction: Transaction, fence: Fence) -> Locked:
@@ -137,6 +137,8 @@ _INSERT_NODE_RUN = Statement(
         input=param("input"),
         status=READY,
         version=0,
+        queue=param("queue"),
+        priority=param("priority"),
         due_at=db_now(),
         lease_seconds=param("lease_seconds"),
         next_nudge_at=db_now() + NUDGE_SECONDS,
@@ -184,7 +186,7 @@ _COUNT_DOWN = Statement(
             next_nudge_at=db_now() + NUDGE_SECONDS,
             nudges=0,
         )
-        .returning(thread.c.pending, thread.c.status, thread.c.version)
+        .returning(thread.c.pending, thread.c.status, *nudge_columns(thread))
     )
 )
 _NODE_RUNS = Statement(
@@ -208,11 +210,13 @@ def fan_out(store: Store, fence: Fence, runs: Sequence[NewNodeRun]) -> list[Nudg
     with store.transaction() as transaction:
         locked = lock(transaction, fence)
         key = {"thread_id": fence.thread_id, "branch": fence.branch, "seq": fence.seq, "tenant": locked.tenant}
+        key |= {"queue": locked.queue, "priority": locked.priority}
         for position, new in enumerate(runs):
             values = {"run": new.run, "step": new.step, "node": new.node, "input": new.input, "position": position}
             transaction.run(_INSERT_NODE_RUN, {**key, **values, "lease_seconds": new.lease_seconds})
         transaction.run(_FAN_OUT, {**fence_params(fence), "count": len(runs)})
-    return [Nudge("node", fence.thread_id, 0, fence.seq, new.run) for new in runs]
+    place = (locked.queue, locked.priority, fence.seq)
+    return [Nudge("node", fence.thread_id, 0, *place, new.run) for new in runs]
 
 
 def finish_node(
@@ -236,9 +240,8 @@ def finish_node(
         values = {"status": status, "write": write, "error": error, "failures": failures}
         transaction.run(_FINISH_NODE, {**key, **values})
         insert_events(transaction, fence, locked.tenant, locked.run_id, events)
-        pending, thread_status, version = transaction.rows(_COUNT_DOWN, key)[0]
-    last = pending == 0 and thread_status == READY
-    return Nudge("step", fence.thread_id, version) if last else None
+        pending, thread_status, *row = transaction.rows(_COUNT_DOWN, key)[0]
+    return Nudge("step", *row) if pending == 0 and thread_status == READY else None
 
 
 def node_runs(store: Store, thread_id: str, branch: int, seq: int) -> list[NodeRunState]:
@@ -309,7 +312,7 @@ def _parked(table: Any) -> Statement:
                 next_nudge_at=db_now() + NUDGE_SECONDS,
                 nudges=0,
             )
-            .returning(table.c.status, table.c.version)
+            .returning(table.c.status, *nudge_columns(table))
         )
     )
 
@@ -344,12 +347,10 @@ def park(
         insert_events(transaction, fence, locked.tenant, locked.run_id, events)
         fanned = fence.run is not None
         params = {**fence_params(fence), "step": step, "run": run, "failures": failures}
-        status, version = transaction.rows(_PARK[fanned], params)[0]
+        status, *row = transaction.rows(_PARK[fanned], params)[0]
     if status == WAITING:
         return None
-    return (
-        Nudge("node", fence.thread_id, version, fence.seq, run) if fanned else Nudge("step", fence.thread_id, version)
-    )
+    return Nudge("node" if fanned else "step", *row)
 
 
 def _open(transaction: Transaction, place: dict[str, Any], new: NewWait) -> None:
@@ -404,7 +405,7 @@ _STOP = Statement(
             nudges=0,
             updated_at=db_now(),
         )
-        .returning(thread.c.status, thread.c.version)
+        .returning(thread.c.status, *nudge_columns(thread))
     )
 )
 _STOP_RUN = Statement(
@@ -432,13 +433,13 @@ def stop(
     with store.transaction() as transaction:
         locked = lock(transaction, fence)
         params = {**fence_params(fence), "status": status, "error": error, "failures": failures}
-        after, version = transaction.rows(_STOP, params)[0]
+        after, *row = transaction.rows(_STOP, params)[0]
         transaction.run(
             _STOP_RUN,
             {"run_id": locked.run_id, "status": status, "error": error, "run_steps": locked.run_steps},
         )
         insert_events(transaction, fence, locked.tenant, locked.run_id, events)
-    return [Nudge("step", fence.thread_id, version)] if after == READY else []
+    return [Nudge("step", *row)] if after == READY else []
 
 
 _REFUSE_RUN = Statement(
@@ -460,7 +461,7 @@ _REFUSE_RUN = Statement(
             nudges=0,
             updated_at=db_now(),
         )
-        .returning(thread.c.status, thread.c.version)
+        .returning(thread.c.status, *nudge_columns(thread))
     )
 )
 
@@ -473,6 +474,6 @@ def refuse_run(store: Store, fence: Fence, run_id: str, error: str) -> list[Nudg
     with store.transaction() as transaction:
         lock(transaction, fence)
         params = {"run_id": run_id, "status": FAILED, "error": error, "run_steps": 0}
-        status, version = transaction.rows(_REFUSE_RUN, {**fence_params(fence), **params})[0]
+        status, *row = transaction.rows(_REFUSE_RUN, {**fence_params(fence), **params})[0]
         transaction.run(_STOP_RUN, params)
-    return [Nudge("step", fence.thread_id, version)] if status == READY else []
+    return [Nudge("step", *row)] if status == READY else []

@@ -8,8 +8,9 @@ of its **node runs** has a row that looks like a small thread: its own lease, at
 pending write. An **effect** is the journal of one outside action. A **wait** is what a node run is parked on; an
 **approval** is the question behind a wait and a **decision** one person's word on it. A **signal** is kept until a wait
 consumes it. **audit** says who asked for what, and its unique command id is what makes every command idempotent.
-**event** is what nodes tell the world (`ctx.emit`). A **worker** row is one worker process and how long it is believed
-to be alive.
+**event** is what nodes tell the world (`ctx.emit`). A **limit** says how many steps of a graph or tenant may run at
+once, and a **slot** is one lease that counts against it. A **worker** row is one worker process and how long it is
+believed to be alive.
 
 Times are seconds since 1970 (UTC) by the database's clock. Payload columns are opaque bytes. Text columns hold names
 checked at the door or text escaped for the database. Every row carries its tenant. Tables are prefixed, so that they
@@ -41,6 +42,8 @@ READY, WAITING, BLOCKED = "ready", "waiting", "blocked"
 DONE, FAILED, CANCELLED = "done", "failed", "cancelled"
 QUEUED, RUNNING = "queued", "running"
 ENDED = (DONE, FAILED, CANCELLED)
+NEVER = 1e12
+"""A time that does not come."""
 
 _AUTO_ID = BigInteger().with_variant(Integer, "sqlite")  # SQLite counts up only in an INTEGER primary key
 
@@ -61,6 +64,8 @@ def _lease_columns() -> list[Column[Any]]:
     """Who may act on the row, what it has cost so far, and what must be in the queue for it."""
     return [
         Column("version", Integer, nullable=False),
+        _text("queue"),  # where its nudges go: one for each graph and version, so that they meet only who carries it
+        Column("priority", Integer, nullable=False),  # 0 is the most urgent
         _time("due_at"),
         Column("lease_nonce", Text),
         Column("lease_worker", Text),
@@ -123,8 +128,12 @@ thread = Table(
     # A step updates its row twice: with room beside it, the new version stays on the page and no index learns of it.
     postgresql_with={"fillfactor": 50},
 )
+# From it the sweep finds one tenant's due rows without reading past another's, however many those are.
 Index(
     "keepstep_thread_due",
+    thread.c.queue,
+    thread.c.priority,
+    thread.c.tenant,
     thread.c.next_nudge_at,
     postgresql_where=thread.c.status == READY,
     sqlite_where=thread.c.status == READY,
@@ -195,6 +204,9 @@ node_run = Table(
 )
 Index(
     "keepstep_node_run_due",
+    node_run.c.queue,
+    node_run.c.priority,
+    node_run.c.tenant,
     node_run.c.next_nudge_at,
     postgresql_where=node_run.c.status == READY,
     sqlite_where=node_run.c.status == READY,
@@ -335,3 +347,26 @@ event = Table(
     _time("at"),
 )
 Index("keepstep_event_thread", event.c.thread_id, event.c.id)
+
+limit = Table(
+    "keepstep_limit",
+    metadata,
+    _text("kind"),  # graph | tenant
+    _text("name"),
+    Column("running_max", Integer, nullable=False),
+    _time("updated_at"),
+    PrimaryKeyConstraint("kind", "name", name="keepstep_limit_pkey"),
+)
+
+slot = Table(
+    "keepstep_slot",
+    metadata,
+    _text("scope"),  # "graph refunds", "tenant acme"
+    _text("nonce"),  # of the lease: the slot is free when no row is leased under it any more
+    _text("thread_id"),
+    Column("branch", Integer, nullable=False),
+    Column("seq", Integer, nullable=False),
+    _text("run"),  # "" for the thread's own lease
+    _time("taken_at"),
+    PrimaryKeyConstraint("scope", "nonce", name="keepstep_slot_pkey"),
+)

@@ -4,10 +4,10 @@ from __future__ import annotations
 
 from typing import Any, NamedTuple
 
-from sqlalchemy import and_, case, func, insert, or_, select, update
+from sqlalchemy import case, func, insert, or_, select, update
 
 from keepstep.store.engine import Transaction
-from keepstep.store.leases import Nudge, released
+from keepstep.store.leases import Nudge, nudge_columns, queue_of, released
 from keepstep.store.outcomes import NUDGE_SECONDS
 from keepstep.store.schema import (
     BLOCKED,
@@ -47,6 +47,9 @@ class ThreadState(NamedTuple):
     seq: int
     fanned: int
     queued: int
+    graph_version: str
+    queue: str
+    priority: int
 
 
 class RunState(NamedTuple):
@@ -97,6 +100,8 @@ _NEW_THREAD = Statement(
         seq=-1,
         snapshot_seq=0,
         version=1,
+        queue=param("queue"),
+        priority=param("priority"),
         due_at=db_now(),
         lease_seconds=param("lease_seconds"),
         next_nudge_at=db_now() + NUDGE_SECONDS,
@@ -123,6 +128,8 @@ _ADD_RUN = Statement(
             failures=case((one_of(thread.c.status, ENDED), 0), else_=thread.c.failures),
             deaths=case((one_of(thread.c.status, ENDED), 0), else_=thread.c.deaths),
             graph_version=case((one_of(thread.c.status, ENDED), param("graph_version")), else_=thread.c.graph_version),
+            queue=param("queue"),
+            priority=param("priority"),
             version=thread.c.version + case((one_of(thread.c.status, ENDED), 1), else_=0),
             due_at=case((one_of(thread.c.status, ENDED), db_now()), else_=thread.c.due_at),
             next_nudge_at=case(
@@ -130,7 +137,7 @@ _ADD_RUN = Statement(
             ),
             updated_at=db_now(),
         )
-        .returning(thread.c.runs, thread.c.version)
+        .returning(thread.c.runs, *nudge_columns(thread))
     )
 )
 _NEW_RUN = Statement(
@@ -207,10 +214,12 @@ def create(
     agent: str,
     name: str,
     graph_version: str,
+    priority: int,
     lease_seconds: float,
     first: NewRun,
 ) -> Nudge:
     """Create a thread with its first run queued; return its nudge."""
+    queue = queue_of(agent, graph_version)
     transaction.run(
         _NEW_THREAD,
         {
@@ -220,20 +229,32 @@ def create(
             "agent": agent,
             "name": name,
             "graph_version": graph_version,
+            "queue": queue,
+            "priority": priority,
             "lease_seconds": lease_seconds,
         },
     )
     transaction.run(_NEW_RUN, {**first._asdict(), "tenant": tenant, "thread_id": thread_id, "number": 1})
-    return Nudge("step", thread_id, 1)
+    return Nudge("step", thread_id, 1, queue, priority)
 
 
-def add_run(transaction: Transaction, found: ThreadState, graph_version: str, new: NewRun) -> Nudge | None:
-    """Queue another run of a thread; return its nudge when it begins at once."""
+def add_run(
+    transaction: Transaction, found: ThreadState, graph_version: str, new: NewRun, *, priority: int | None
+) -> Nudge | None:
+    """Queue another run of a thread; return its nudge when it begins at once.
+
+    `priority` is the thread's from now on; None leaves it.
+    """
     idle = found.status in ENDED
-    number, version = transaction.rows(_ADD_RUN, {"id": found.id, "graph_version": graph_version})[0]
+    place = {
+        "graph_version": graph_version,
+        "queue": queue_of(found.agent, graph_version if idle else found.graph_version),
+        "priority": found.priority if priority is None else priority,
+    }
+    number, *row = transaction.rows(_ADD_RUN, {"id": found.id, **place})[0]
     params = {**new._asdict(), "tenant": found.tenant, "thread_id": found.id, "number": number}
     transaction.run(_NEW_RUN, params)
-    return Nudge("step", found.id, version) if idle else None
+    return Nudge("step", *row) if idle else None
 
 
 # --- control ---
@@ -310,7 +331,7 @@ _RETRY = Statement(
             nudges=0,
             updated_at=db_now(),
         )
-        .returning(thread.c.version)
+        .returning(*nudge_columns(thread))
     )
 )
 _RETRY_NODE_RUNS = Statement(
@@ -334,7 +355,7 @@ _RETRY_NODE_RUNS = Statement(
             nudges=0,
             ended_at=None,
         )
-        .returning(node_run.c.version, node_run.c.run)
+        .returning(*nudge_columns(node_run))
     )
 )
 _RESUME_RUN = Statement(
@@ -344,14 +365,17 @@ _RESUME_RUN = Statement(
         .values(status=RUNNING, error=None, ended_at=None)
     )
 )
-_DUE_NODE_RUNS = Statement(
-    lambda _dialect: select(node_run.c.version, node_run.c.run).where(
-        and_(
+_RESUME_NODE_RUNS = Statement(
+    lambda _dialect: (
+        update(node_run)
+        .where(
             node_run.c.thread_id == param("id"),
             node_run.c.branch == param("branch"),
             node_run.c.seq == param("seq"),
             node_run.c.status == READY,
         )
+        .values(next_nudge_at=db_now() + NUDGE_SECONDS, nudges=0)
+        .returning(*nudge_columns(node_run))
     )
 )
 
@@ -369,9 +393,8 @@ def resume(transaction: Transaction, found: ThreadState) -> list[Nudge]:
     """Take the pause away; return the nudges of what is due."""
     transaction.run(_RESUME, {"id": found.id})
     if found.status == READY:
-        return [Nudge("step", found.id, found.version)]
-    rows = transaction.rows(_DUE_NODE_RUNS, _place(found))
-    return [Nudge("node", found.id, version, found.seq + 1, name) for version, name in rows]
+        return [Nudge("step", found.id, found.version, found.queue, found.priority)]
+    return [Nudge("node", *row) for row in transaction.rows(_RESUME_NODE_RUNS, _place(found))]
 
 
 def cancel(transaction: Transaction, found: ThreadState, error: str) -> None:
@@ -389,11 +412,9 @@ def retry(transaction: Transaction, found: ThreadState, step_limit: int | None) 
     again = transaction.rows(_RETRY_NODE_RUNS, place) if found.fanned else []
     status = WAITING if again else READY
     params = {"id": found.id, "status": status, "pending": len(again), "step_limit": step_limit}
-    version = transaction.rows(_RETRY, params)[0][0]
+    retried = transaction.rows(_RETRY, params)[0]
     transaction.run(_RESUME_RUN, place)
-    if not again:
-        return [Nudge("step", found.id, version)]
-    return [Nudge("node", found.id, row[0], found.seq + 1, row[1]) for row in again]
+    return [Nudge("node", *row) for row in again] if again else [Nudge("step", *retried)]
 
 
 # --- audit ---

@@ -6,8 +6,8 @@ from typing import NamedTuple
 
 from sqlalchemy import Integer, Text, and_, case, cast, func, or_, select
 
+from keepstep.store.claims import CHECKPOINT_COLUMNS, CheckpointRow, checkpoint_row
 from keepstep.store.engine import Store
-from keepstep.store.leases import CHECKPOINT_COLUMNS, CheckpointRow, checkpoint_row
 from keepstep.store.schema import (
     READY,
     approval,

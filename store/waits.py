@@ -14,7 +14,7 @@ from sqlalchemy import and_, case, cast, func, insert, or_, select, update
 from sqlalchemy.sql.base import Executable
 
 from keepstep.store.engine import Store, Transaction
-from keepstep.store.leases import Nudge
+from keepstep.store.leases import Nudge, nudge_columns
 from keepstep.store.outcomes import NUDGE_SECONDS
 from keepstep.store.schema import READY, WAITING, approval, decision, node_run, thread, wait
 from keepstep.store.statements import Statement, db_now, param
@@ -120,7 +120,7 @@ _WAKE_NODE = Statement(
             node_run.c.status == WAITING,
         )
         .values(**_WOKEN, version=node_run.c.version + 1)
-        .returning(node_run.c.version)
+        .returning(*nudge_columns(node_run))
     )
 )
 _WAKE_THREAD = Statement(
@@ -134,7 +134,7 @@ _WAKE_THREAD = Statement(
             thread.c.seq + 1 == param("seq"),
         )
         .values(**_WOKEN, version=thread.c.version + 1)
-        .returning(thread.c.version)
+        .returning(*nudge_columns(thread))
     )
 )
 
@@ -163,9 +163,9 @@ def answer(transaction: Transaction, key: WaitKey, payload: bytes | None) -> Nud
         return None
     woken = transaction.row(_WAKE_NODE, params)
     if woken is not None:
-        return Nudge("node", key.thread_id, woken[0], key.seq, key.run)
+        return Nudge("node", *woken)
     woken = transaction.row(_WAKE_THREAD, params)
-    return None if woken is None else Nudge("step", key.thread_id, woken[0])
+    return None if woken is None else Nudge("step", *woken)
 
 
 # --- approvals ---

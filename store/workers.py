@@ -15,7 +15,7 @@ from sqlalchemy import Text as TextType
 
 from keepstep.ids import new_id
 from keepstep.store.engine import Store, Transaction
-from keepstep.store.leases import Nudge, carried_key, released
+from keepstep.store.leases import Nudge, carried_key, nudge_columns, released
 from keepstep.store.outcomes import NUDGE_SECONDS
 from keepstep.store.schema import READY, node_run, thread, worker
 from keepstep.store.statements import Row, Statement, db_now, param
@@ -89,8 +89,6 @@ def _release(table: Table, *, child: bool) -> Statement:
     held = [table.c.status == READY, table.c.lease_worker == param("worker")]
     if child:
         held.append(table.c.lease_child == param("child"))
-    columns = [table.c.version] if table is thread else [table.c.version, table.c.seq, table.c.run]
-    thread_id = table.c.id if table is thread else table.c.thread_id
     return Statement(
         lambda _dialect: (
             update(table)
@@ -102,7 +100,7 @@ def _release(table: Table, *, child: bool) -> Statement:
                 next_nudge_at=db_now() + NUDGE_SECONDS,
                 nudges=0,
             )
-            .returning(thread_id, *columns)
+            .returning(*nudge_columns(table))
         )
     )
 
@@ -196,8 +194,6 @@ def _released(
 
 # A lease whose worker has no row: it was taken in the moment in which the worker was given up.
 def _orphaned(table: Table) -> Statement:
-    columns = [table.c.version] if table is thread else [table.c.version, table.c.seq, table.c.run]
-    thread_id = table.c.id if table is thread else table.c.thread_id
     known = exists().where(worker.c.id == table.c.lease_worker)
     return Statement(
         lambda _dialect: (
@@ -210,7 +206,7 @@ def _orphaned(table: Table) -> Statement:
                 next_nudge_at=db_now() + NUDGE_SECONDS,
                 nudges=0,
             )
-            .returning(thread_id, *columns)
+            .returning(*nudge_columns(table))
         )
     )
 

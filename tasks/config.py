@@ -8,8 +8,6 @@ from __future__ import annotations
 
 from typing import Any
 
-from kombu import Exchange, Queue
-
 from keepstep import broker
 from keepstep.settings import Settings
 
@@ -19,7 +17,6 @@ NODE_TASK = "keepstep.node"
 
 def celery_defaults(settings: Settings) -> dict[str, Any]:
     """Return the configuration of a worker that serves these settings."""
-    queue = broker.nudges_name(settings.queue)
     return {
         **broker.celery_settings(settings.broker, queue=settings.queue),
         **_not_behind_a_long_node(settings),
@@ -32,8 +29,8 @@ def celery_defaults(settings: Settings) -> dict[str, Any]:
         # A node goes on without a broker: what it writes goes to the database.
         "worker_cancel_long_running_tasks_on_connection_loss": False,
         "worker_enable_prefetch_count_reduction": False,
-        "task_queues": [Queue(queue, exchange=Exchange(""), routing_key=queue)],
-        "task_default_queue": queue,
+        # The worker adds the queues of the graphs that it carries; nothing is ever sent to this one.
+        "task_default_queue": default_queue(settings),
         "task_create_missing_queues": False,
         "task_serializer": "json",
         "accept_content": ["json"],
@@ -62,11 +59,16 @@ def celery_defaults(settings: Settings) -> dict[str, Any]:
     }
 
 
+def default_queue(settings: Settings) -> str:
+    """Return the name that Celery wants for tasks sent without a queue; nobody consumes it."""
+    return f"{settings.queue}.default"
+
+
 def _not_behind_a_long_node(settings: Settings) -> dict[str, Any]:
     """Return what keeps a worker from fetching a nudge that it has no free child for.
 
     Such a nudge would lie in the worker, behind a node of hours, while others are idle; the sweep would find its row,
-    but later. On RabbitMQ `room` puts it back.
+    but later. On RabbitMQ `handouts` puts it back.
     """
     kind = broker.kind_of(settings.broker)
     if kind == "redis":

@@ -8,7 +8,7 @@ from typing import Any
 from celery.worker.consumer import Consumer
 from kombu import Connection
 
-from keepstep.tasks.room import Room
+from keepstep.tasks.handouts import Handouts
 
 _QUIET = {"without_gossip": True, "without_mingle": True, "without_heartbeat": True}
 
@@ -30,4 +30,4 @@ class NudgeConsumer(Consumer):
         """Begin with a connection that was made."""
         super().register_with_event_loop(hub)
         if self.connection.transport.driver_type == "amqp":
-            Room(self, hub)
+            Handouts(self, hub)

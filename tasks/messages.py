@@ -15,6 +15,7 @@ from pydantic_core import PydanticCustomError
 
 from keepstep.errors import InvalidMessage, KeepstepError, NotStorable, TooLarge, UnsupportedVersion
 from keepstep.jsonvalue import checked_json, shown_key
+from keepstep.priority import Priority
 
 VERSION: Literal[1] = 1
 
@@ -61,6 +62,11 @@ class Start(Message):
     )
     step_limit: Annotated[int, Field(ge=1, le=1_000_000_000)] | None = Field(
         None, description="Super-steps that the run may take; the graph's limit when it is missing."
+    )
+    priority: Priority | None = Field(
+        None,
+        description="The thread's from now on, against other threads of its graph; when it is missing it keeps what it "
+        "has, `normal` at first.",
     )
 
 

@@ -9,11 +9,11 @@ from celery import signals
 
 from keepstep.errors import StaleLease
 from keepstep.runtime import superstep
-from keepstep.store.leases import Nudge
 from keepstep.tasks import process, tracer
 from keepstep.tasks.app import app
 from keepstep.tasks.config import NODE_TASK, STEP_TASK
 from keepstep.tasks.logs import told
+from keepstep.tasks.publish import Hint
 
 log = structlog.get_logger("keepstep.worker")
 
@@ -32,24 +32,24 @@ def _dropped(error: Exception, **ids: object) -> None:
 @app.task(name=STEP_TASK)
 def step(thread_id: str, version: int) -> None:
     """Run the super-step of a thread that is due at `version`, and go on (see `_work`)."""
-    _work(Nudge("step", thread_id, version))
+    _work(Hint("step", thread_id, version))
 
 
 @app.task(name=NODE_TASK)
 def node(thread_id: str, seq: int, run: str, version: int) -> None:
     """Run one fanned-out node run that is due at `version`, and go on (see `_work`)."""
-    _work(Nudge("node", thread_id, version, seq, run))
+    _work(Hint("node", thread_id, version, seq, run))
 
 
-def _work(nudge: Nudge) -> None:
-    """Run a nudge, then for a moment what waits in the queue.
+def _work(hint: Hint) -> None:
+    """Do what a nudge says, then for a moment what waits in the queues.
 
     The way of a message through Celery's main process costs as much as a short step, and its child is idle meanwhile.
     A nudge that is taken from the queue here is the same message, in the same order, and no other worker's; after that
     moment the child is the pool's again, and a node that takes longer never has another one behind it.
     """
     until = time.monotonic() + _GO_ON_SECONDS
-    _run(nudge)
+    _run(hint)
     while time.monotonic() < until:
         following = process.take()
         if following is None:
@@ -57,11 +57,11 @@ def _work(nudge: Nudge) -> None:
         _run(following)
 
 
-def _run(nudge: Nudge) -> None:
+def _run(hint: Hint) -> None:
     try:
-        if nudge.kind == "node":
-            superstep.run_node(process.runtime(), nudge.thread_id, nudge.seq, nudge.run, nudge.version)
+        if hint.kind == "node":
+            superstep.run_node(process.runtime(), hint.thread_id, hint.seq, hint.run, hint.version)
         else:
-            superstep.run_step(process.runtime(), nudge.thread_id, nudge.version)
+            superstep.run_step(process.runtime(), hint.thread_id, hint.version)
     except Exception as error:  # noqa: BLE001  a task that raised would only be logged at length
-        _dropped(error, **nudge._asdict())
+        _dropped(error, **hint._asdict())

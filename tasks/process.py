@@ -8,20 +8,22 @@ from __future__ import annotations
 
 import os
 import signal
-from collections.abc import Mapping
+from collections import deque
+from collections.abc import Iterable, Mapping
 from dataclasses import dataclass
 
 from celery import signals
 
+from keepstep import broker
 from keepstep import settings as settings_module
 from keepstep.errors import KeepstepError
 from keepstep.runtime.compiled import CompiledGraph
 from keepstep.runtime.environment import Runtime
 from keepstep.settings import Settings
 from keepstep.store.engine import Store
-from keepstep.store.leases import Nudge, Owner
+from keepstep.store.leases import Owner, queue_of
 from keepstep.tasks import carried
-from keepstep.tasks.publish import Publisher
+from keepstep.tasks.publish import Hint, Publisher
 
 _WORKER_ID = "KEEPSTEP_WORKER_ID"
 
@@ -31,6 +33,8 @@ class _Process:
     pid: int
     runtime: Runtime
     publisher: Publisher
+    queues: deque[str]
+    """The names of the queues of what it carries; turned by one at each look, so that none is always last."""
 
 
 _current: _Process | None = None
@@ -53,7 +57,7 @@ def begin(settings: Settings, graphs: Mapping[carried.Key, CompiledGraph], worke
         publish=publisher,
         end_process=_end_process,
     )
-    _current = _Process(pid, runtime, publisher)
+    _current = _Process(pid, runtime, publisher, deque(queues(settings, graphs)))
 
 
 def _end_process() -> None:
@@ -89,9 +93,17 @@ def runtime() -> Runtime:
     return _current.runtime
 
 
-def take() -> Nudge | None:
-    """Return a nudge that waits in the queue, if it can be had without the main process."""
-    return None if _current is None else _current.publisher.take()
+def queues(settings: Settings, graphs: Iterable[carried.Key]) -> list[str]:
+    """Return the names of the queues of nudges for these graphs."""
+    return [broker.nudges_name(settings.queue, queue_of(*key)) for key in graphs]
+
+
+def take() -> Hint | None:
+    """Return what a waiting nudge says, taken out of its queue, if it can be had without the main process."""
+    if _current is None:
+        return None
+    _current.queues.rotate(1)
+    return _current.publisher.take(_current.queues)
 
 
 @signals.worker_process_shutdown.connect

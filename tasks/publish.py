@@ -8,7 +8,7 @@ from __future__ import annotations
 import os
 import threading
 from collections.abc import Sequence
-from typing import Any
+from typing import Any, NamedTuple
 
 import msgspec
 import structlog
@@ -28,9 +28,23 @@ log = structlog.get_logger("keepstep.worker")
 _OPERATION_SECONDS_MAX = 2.0
 """A frozen broker holds a step no longer than a few of these: what is published is only a hint."""
 
+_FEW = 64
+"""So many nudges are published without a look at what the queue holds."""
+
 # A connection made before a fork belongs to the parent: a child must neither use it nor, by collecting it as garbage,
 # close it.
 _inherited: list[object] = []
+
+
+class Hint(NamedTuple):
+    """What a nudge's message says: ids only."""
+
+    kind: str
+    """`step` or `node`."""
+    thread_id: str
+    version: int
+    seq: int = 0
+    run: str = ""
 
 
 class _Headers(msgspec.Struct):
@@ -45,11 +59,10 @@ class _Message(msgspec.Struct):
 
 
 class Publisher:
-    """Publishes nudges to the queue. Safe in threads and across forks; never raises."""
+    """Publishes nudges to the queues of their graphs. Safe in threads and across forks; never raises."""
 
     def __init__(self, settings: Settings) -> None:
         self._settings = settings
-        self._queue = broker.nudges_name(settings.queue)
         self._lock = threading.Lock()
         self._pid = os.getpid()
         self._connection: Connection | None = None
@@ -59,6 +72,8 @@ class Publisher:
         """Publish nudges in order; what could not be published is logged and left to the sweep."""
         if not nudges:
             return
+        if len(nudges) > _FEW:
+            nudges = self._fitting(nudges)
         if self._pid != os.getpid():
             self._forget()
         with self._lock:
@@ -84,8 +99,21 @@ class Publisher:
     def _leave(count: int, error: Exception) -> None:
         log.warning("nudges_left_to_sweep", count=count, **told(error))
 
-    def take(self) -> Nudge | None:
-        """Return the nudge that has waited longest and take it out of the queue, None when there is none.
+    def _fitting(self, nudges: Sequence[Nudge]) -> Sequence[Nudge]:
+        """Return as many nudges of a large fan-out as there is room for: a queue is not the place for a backlog."""
+        waiting = self.waiting(sorted({nudge.queue for nudge in nudges}))
+        if waiting is None:
+            return nudges
+        left = {queue: self._settings.queue_nudges_max - count for queue, count in waiting.items()}
+        fitting = []
+        for nudge in nudges:
+            left[nudge.queue] -= 1
+            if left[nudge.queue] >= 0:
+                fitting.append(nudge)
+        return fitting
+
+    def take(self, queues: Sequence[str]) -> Hint | None:
+        """Take the most urgent nudge out of the first of the queues (by name) that has one; None when none has.
 
         On Redis alone, over the connection that was published on, as long as that works. What is not a nudge stays
         where it is, for Celery to deal with.
@@ -95,15 +123,38 @@ class Publisher:
             if self._pid != os.getpid() or not isinstance(channel, RedisChannel):
                 return None
             try:
-                message = channel.pull(self._queue)
-                nudge = None if message is None else _nudge_in(message)
-                if message is not None and nudge is None:
-                    channel.put_back(self._queue, message)
+                found = channel.pull(queues)
+                if found is None:
+                    return None
+                key, message = found
+                hint = _hint_in(message)
+                if hint is None:
+                    channel.put_back(key, message)
             except Exception as error:  # noqa: BLE001  as above
                 log.debug("nudge_not_taken", **told(error))
                 self._drop()
                 return None
-            return nudge
+            return hint
+
+    def waiting(self, graphs: Sequence[str]) -> dict[str, int] | None:
+        """Return how many nudges wait in the queue of each of these graphs (as rows name them); None: not known."""
+        if self._pid != os.getpid():
+            self._forget()
+        with self._lock:
+            try:
+                channel = self._connected().channel
+                blockage.check(channel)
+                return {
+                    graph: broker.nudges_queue(self._settings.broker, self._settings.queue, graph)(channel)
+                    .queue_declare()
+                    .message_count
+                    for graph in graphs
+                }
+            except Exception as error:  # noqa: BLE001  as above
+                log.debug("queues_not_measured", **told(error))
+                if not isinstance(error, Blocked):
+                    self._drop()
+                return None
 
     def close(self) -> None:
         """Close the connection; the next publish opens another."""
@@ -123,13 +174,15 @@ class Publisher:
         return self._producer
 
     def _send(self, producer: Producer, nudge: Nudge) -> None:
+        queue = broker.nudges_name(self._settings.queue, nudge.queue)
         if isinstance(producer.channel, RedisChannel):
-            producer.channel.push(self._queue, _redis_message(nudge, self._queue))
+            producer.channel.push(queue, nudge.priority, _redis_message(nudge, queue))
             return
         blockage.check(producer.channel)
         producer.publish(
             _body(nudge),
-            routing_key=self._queue,
+            routing_key=queue,
+            priority=broker.message_priority(self._settings.broker, nudge.priority),
             headers=_headers(nudge),
             content_type="application/json",
             content_encoding="utf-8",
@@ -175,22 +228,22 @@ def _redis_message(nudge: Nudge, queue: str) -> bytes:
             "delivery_mode": 1,
             "delivery_info": {"exchange": "", "routing_key": queue},
             "delivery_tag": headers["id"],
-            "priority": 0,
+            "priority": nudge.priority,
         },
     }
     return msgspec.json.encode(message)
 
 
-def _nudge_in(message: bytes) -> Nudge | None:
-    """Return the nudge that `_redis_message` made a message of, None when it is another message."""
+def _hint_in(message: bytes) -> Hint | None:
+    """Return what a message of `_redis_message` says, None when it is another message."""
     try:
         read = msgspec.json.decode(message, type=_Message)
         arguments = msgspec.json.decode(read.body)[0]
         if read.headers.task == STEP_TASK:
-            return Nudge("step", *msgspec.convert(arguments, tuple[str, int]))
+            return Hint("step", *msgspec.convert(arguments, tuple[str, int]))
         if read.headers.task == NODE_TASK:
             thread_id, seq, run, version = msgspec.convert(arguments, tuple[str, int, str, int])
-            return Nudge("node", thread_id, version, seq, run)
+            return Hint("node", thread_id, version, seq, run)
     except (msgspec.MsgspecError, LookupError, TypeError):
         return None
     return None

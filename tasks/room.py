@@ -1,62 +1,97 @@
-"""Room for nudges on RabbitMQ, which hands out messages ahead: none lies in a worker behind a long node.
+"""Room: how many nudges the queues should hold; the rest of what is due waits in its rows (`store/admission.py`).
 
-Such a nudge would keep others from its thread until a sweep finds the row. And it would not be acknowledged: after its
-`consumer_timeout` (half an hour) RabbitMQ closes the channel. Acknowledging late, or not at all, is no better: the one
-has the same time-out for every node that is longer, the other fetches the whole queue.
+A queue holds enough that no pool child waits for the next look, and not much more: what lies in it is in order already,
+and a tenant who comes now stands behind it.
 """
 
 from __future__ import annotations
 
-from typing import Any
+import threading
+import time
+from collections.abc import Callable, Iterable, Sequence
 
-from celery.bootsteps import RUN
-from celery.worker import state
+from keepstep.store.leases import Nudge
+from keepstep.tasks.publish import Publisher
 
-_LOOK_SECONDS = 0.1
-"""A nudge that waits longer than this for a child is put back."""
-_PAUSED_LOOK_SECONDS = 0.02
+_PER_CHILD = 4
+_MEASURE_SECONDS = 0.05
 
 
 class Room:
-    """Stops a consumer while every child is busy, and puts back what it has fetched meanwhile.
+    """The room in the queues as one worker's main process sees it; safe in threads."""
 
-    Nothing is stopped for nodes that are shorter than a look: their next nudge is then there already.
-    """
+    def __init__(
+        self,
+        publisher: Publisher,
+        queues: Iterable[str],
+        *,
+        concurrency: int,
+        nudges_max: int,
+        clock: Callable[[], float] = time.monotonic,
+    ) -> None:
+        self._publisher = publisher
+        self._clock = clock
+        self._lock = threading.Lock()
+        self._least = min(_PER_CHILD * concurrency, nudges_max)
+        self._most = nudges_max
+        self._wanted = dict.fromkeys(queues, self._least)
+        self._filled: set[str] = set()
+        self._left: dict[str, int] = {}
+        self._measured_at: dict[str, float] = {}
 
-    def __init__(self, consumer: Any, hub: Any) -> None:
-        """`consumer`: Celery's, which has just been connected; `hub`: its event loop."""
-        self._consumer = consumer
-        self._hub = hub
-        self._tasks: Any = consumer.task_consumer
-        self._paused = False
-        self._waited: frozenset[int] = frozenset()
-        hub.call_later(_LOOK_SECONDS, self._look)
+    def look(self) -> bool:
+        """Measure the queues of this worker's graphs; return whether that was possible.
 
-    def _look(self) -> None:
-        consumer = self._consumer
-        # After a lost connection there is another consumer of tasks, and another room.
-        if consumer.blueprint.state != RUN or consumer.task_consumer is not self._tasks:
-            return
-        # Again also when what follows fails: the loop then ends with the connection, or goes on.
-        self._hub.call_later(_PAUSED_LOOK_SECONDS if self._paused else _LOOK_SECONDS, self._look)
-        waiting = [request for request in state.reserved_requests if not request.acknowledged]
-        waited, self._waited = self._waited, frozenset(map(id, waiting))
-        busy = len(state.active_requests) >= consumer.pool.num_processes
-        if busy and not waited.isdisjoint(self._waited):
-            self._pause()
-        elif self._paused and not busy:
-            self._tasks.consume()
-            self._paused = False
+        A queue that was filled at the last look and is empty by now should hold twice as much; one that is still half
+        full was given too much.
+        """
+        with self._lock:
+            waiting = self._measure(list(self._wanted))
+            if waiting is None:
+                return False
+            for queue, count in waiting.items():
+                wanted = self._wanted[queue]
+                if queue in self._filled and count == 0:
+                    self._wanted[queue] = min(2 * wanted, self._most)
+                elif 2 * count > wanted:
+                    self._wanted[queue] = max(self._least, 3 * wanted // 4)
+                self._left[queue] = self._wanted[queue] - count
+            self._filled.clear()
+            return True
 
-    def _pause(self) -> None:
-        """Let no more be delivered, then put back what was: who is not busy takes it."""
-        self._tasks.cancel()
-        self._paused = True
-        for request in [request for request in state.reserved_requests if not request.acknowledged]:
-            request.reject(requeue=True)
-            state.reserved_requests.discard(request)
-            state.requests.pop(request.id, None)
-        semaphore = self._consumer.controller.semaphore
-        # One that the pool has in hand already may still come to run, here and elsewhere: it is only a hint.
-        if semaphore is not None:
-            semaphore._waiting.clear()  # noqa: SLF001  `clear` would also forget who is busy
+    def left(self, queue: str) -> int:
+        """Return how many more nudges a queue should hold."""
+        return self._left.get(queue, 0)
+
+    def publish(self, nudges: Sequence[Nudge]) -> None:
+        """Publish the nudges that there is room for; admission finds the others."""
+        with self._lock:
+            fitting = [nudge for nudge in nudges if self._has_room(nudge.queue) and self._take(nudge.queue) >= 0]
+        self._publisher(fitting)
+
+    def publish_admitted(self, nudges: Sequence[Nudge]) -> None:
+        """Publish nudges that were picked for the room that was left."""
+        with self._lock:
+            for nudge in nudges:
+                self._take(nudge.queue)
+        self._publisher(nudges)
+
+    def _has_room(self, queue: str) -> bool:
+        if self.left(queue) <= 0 and self._clock() - self._measured_at.get(queue, 0.0) >= _MEASURE_SECONDS:
+            self._measure([queue])
+        return self.left(queue) > 0
+
+    def _take(self, queue: str) -> int:
+        left = self._left[queue] = self.left(queue) - 1
+        if left <= 0:
+            self._filled.add(queue)
+        return left
+
+    def _measure(self, queues: list[str]) -> dict[str, int] | None:
+        waiting = self._publisher.waiting(queues)
+        now = self._clock()
+        for queue in queues:
+            self._measured_at[queue] = now
+            # Of a broker that cannot be asked nothing is known, and a row that is marked as nudged waits for that.
+            self._left[queue] = 0 if waiting is None else self._wanted.get(queue, self._least) - waiting[queue]
+        return waiting

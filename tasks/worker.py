@@ -10,7 +10,7 @@ from __future__ import annotations
 import logging
 import os
 import time
-from collections.abc import Callable, Iterable, Mapping
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from typing import Any, NoReturn
 
 import structlog
@@ -19,7 +19,7 @@ from celery.concurrency.prefork import TaskPool as PreforkPool
 from celery.concurrency.solo import TaskPool as SoloPool
 from celery.concurrency.thread import TaskPool as ThreadPool
 
-from keepstep import places
+from keepstep import broker, places
 from keepstep import settings as settings_module
 from keepstep.errors import DatabaseUnavailable, InvalidSettings, KeepstepError
 from keepstep.runtime.compiled import CompiledGraph
@@ -27,13 +27,15 @@ from keepstep.runtime.environment import Runtime
 from keepstep.settings import Settings
 from keepstep.store import migrate, workers
 from keepstep.store.engine import Store
-from keepstep.store.leases import Owner
+from keepstep.store.leases import Nudge, Owner, queue_of
 from keepstep.tasks import carried, logs, process
 from keepstep.tasks.children import Children
 from keepstep.tasks.commands import Commands
+from keepstep.tasks.config import default_queue
 from keepstep.tasks.liveness import Liveness
 from keepstep.tasks.publish import Publisher
 from keepstep.tasks.registration import Registration
+from keepstep.tasks.room import Room
 from keepstep.tasks.service import Service, stop
 from keepstep.tasks.supervise import EXIT_REFUSED, Refusal, Supervisor, python, refused
 from keepstep.tasks.sweeper import Sweeper
@@ -66,6 +68,7 @@ class KeepstepStep(bootsteps.StartStopStep):
         places.check(settings)
         graphs = carried.load(settings.graphs)
         self._store = _prepared(settings)
+        _consume(parent.app, settings, graphs)
         self._registration = Registration(settings, self._store, graphs, parent.concurrency)
         worker_id = self._registration.worker_id
         self._publisher = Publisher(settings)
@@ -73,14 +76,19 @@ class KeepstepStep(bootsteps.StartStopStep):
         process.begin(settings, graphs, worker_id, pool_size)
 
         liveness = Liveness(settings, self._registration)
-        publish = self._publisher
+        room = Room(
+            self._publisher,
+            [queue_of(*key) for key in graphs],
+            concurrency=parent.concurrency,
+            nudges_max=settings.queue_nudges_max,
+        )
         self._receiving: list[Service] = [
-            Sweeper(settings, list(graphs), worker_id, liveness, publish),
-            Commands(settings, _own_runtime(settings, graphs, worker_id, publish)),
+            Sweeper(settings, graphs.values(), worker_id, liveness, room),
+            Commands(settings, _own_runtime(settings, graphs, worker_id, room.publish)),
         ]
         self._living: list[Service] = [liveness]
         if issubclass(parent.pool_cls, PreforkPool):
-            self._living.append(Children(settings, worker_id, _processes_of(parent), publish))
+            self._living.append(Children(settings, worker_id, _processes_of(parent), room.publish))
         log.info(
             "worker_registered",
             worker_id=worker_id,
@@ -139,6 +147,16 @@ class KeepstepStep(bootsteps.StartStopStep):
             raise InvalidSettings(message)
 
 
+def _consume(app: Any, settings: Settings, graphs: Iterable[carried.Key]) -> None:
+    """Have the worker consume the queues of the graphs that it carries, beside those of the deployment's file."""
+    queues = app.amqp.queues
+    others = [name for name in queues.consume_from if name != default_queue(settings)]
+    mine = [broker.nudges_queue(settings.broker, settings.queue, queue_of(*key)) for key in graphs]
+    for queue in mine:
+        queues.add(queue)
+    queues.select([*others, *(queue.name for queue in mine)])
+
+
 def _processes_of(parent: Any) -> Callable[[], Iterable[Any]]:
     def processes() -> Iterable[Any]:
         pool = parent.pool._pool  # noqa: SLF001  billiard's pool has no public list of its processes
@@ -160,7 +178,10 @@ def _tell_of_births(pool: Any, children: Children) -> None:
 
 
 def _own_runtime(
-    settings: Settings, graphs: Mapping[carried.Key, CompiledGraph], worker_id: str, publish: Publisher
+    settings: Settings,
+    graphs: Mapping[carried.Key, CompiledGraph],
+    worker_id: str,
+    publish: Callable[[Sequence[Nudge]], None],
 ) -> Runtime:
     """Return a runtime with a connection of its own, for the thread that takes in commands."""
     store = Store.open(settings.database, pool_size=1)

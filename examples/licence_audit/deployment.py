@@ -155,7 +155,7 @@ class Deployment:
         queue = self.settings.queue
         return sum(
             len(list(self.broker.glob(pattern)))
-            for name in (f"{queue}.commands", f"{queue}.nudges")
+            for name in (f"{queue}.commands", f"{queue}.nudges.*")
             for pattern in (f"queues/{name}/*.msg", f"in-flight/*/{name}/*.msg")
         )
 

@@ -202,7 +202,7 @@ def _broker(settings: Settings) -> tuple[list[Finding], int]:
 
 
 def _lengths(connection: kombu.Connection, settings: Settings) -> dict[str, int | None]:
-    names = {"commands": broker.commands_name(settings.queue), "nudges": broker.nudges_name(settings.queue)}
+    names = {"commands": broker.commands_name(settings.queue)}
     if broker.kind_of(settings.broker) == "amqp":
         names["rejected"] = f"{names['commands']}.rejected"
     return {what: _length(connection, name) for what, name in names.items()}

@@ -12,6 +12,7 @@ from keepstep.cli.control import report
 from keepstep.cli.session import Session
 from keepstep.cli.waysout import way_out
 from keepstep.errors import InvalidInput
+from keepstep.priority import Priority
 
 if TYPE_CHECKING:
     from keepstep.cli.progress import Ending
@@ -58,6 +59,15 @@ def start(
     step_limit: Annotated[
         int | None, typer.Option("--step-limit", min=1, metavar="N", help="The steps that this run may take.")
     ] = None,
+    priority: Annotated[
+        Priority | None,
+        typer.Option(
+            "--priority",
+            metavar="high|normal|low",
+            help="The thread's from now on: high goes before normal, low after it.",
+            show_default=False,
+        ),
+    ] = None,
     wait: Annotated[bool, typer.Option("--wait", "-w", help="Follow the run to its end and print its state.")] = False,
     timeout: Annotated[
         float | None,
@@ -82,6 +92,7 @@ def start(
             request_id=request_id,
             if_running="reject" if reject_if_running else "queue",
             step_limit=step_limit,
+            priority=priority,
         )
         reply = session.reply(receipt)
         if not wait or reply is None:

@@ -23,6 +23,7 @@ FIGURES = {
     "commits_per_step",
     "messages_per_step",
     "bytes_per_step",
+    "admission_100000_due_vs_100",
 }
 
 

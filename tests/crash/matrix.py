@@ -130,4 +130,7 @@ OF_MAIN_PROCESS = (
 REGISTERED = Death("after_register", "", "nothing; the row lapses and is removed", of_main_process=True)
 """Where a worker dies before it takes any work."""
 
-DEATHS = (*OF_CHILDREN, *OF_MAIN_PROCESS, REGISTERED)
+ADMITTED = Death("after_admission", "", "nothing; another worker nudges them, a little later", of_main_process=True)
+"""Where a worker dies that found a thread whose nudge was lost."""
+
+DEATHS = (*OF_CHILDREN, *OF_MAIN_PROCESS, REGISTERED, ADMITTED)

@@ -10,7 +10,7 @@ import pytest
 
 from keepstep.crashpoints import POINTS
 from tests.crash import evidence
-from tests.crash.matrix import CALLS, DEATHS, ENTERED, HISTORY, OF_CHILDREN, OF_MAIN_PROCESS
+from tests.crash.matrix import ADMITTED, CALLS, DEATHS, ENTERED, HISTORY, OF_CHILDREN, OF_MAIN_PROCESS, REGISTERED
 from tests.crash.page import page
 from tests.worker.deployment import eventually
 
@@ -166,11 +166,34 @@ def test_a_worker_dies_when_it_has_registered(crew):
     assert crew.died() == ("after_register", other.pid)
     sail(crew, thread)
 
-    check_voyage(crew, thread, DEATHS[-1])
+    check_voyage(crew, thread, REGISTERED)
     eventually(
         lambda: crew.deployment.query("SELECT pid FROM keepstep_worker") == [(worker.pid,)],
         what="the dead worker's row removed",
     )
+
+
+def test_a_worker_dies_when_it_has_let_in_what_is_due(crew):
+    workers, thread = crew.workers(2), "after_admission"
+    client = crew.deployment.client
+    begin(crew, thread)
+    approval = open_wait(crew, thread, "approval")
+    client.pause(thread, graph="voyage")
+    client.approve(approval, by="anna")
+    crew.arm("after_admission")
+    # Due, and its nudge was lost: nobody but admission knows of it.
+    crew.deployment.execute(
+        "UPDATE keepstep_thread SET control = '', next_nudge_at = due_at WHERE name = :name", name=thread
+    )
+
+    point, pid = crew.died()
+    assert point == "after_admission"
+    open_wait(crew, thread, "signal")
+    client.signal(thread, "tide", "high", graph="voyage")
+    client.resume(thread, graph="voyage")
+    crew.deployment.ended(thread)
+    check_voyage(crew, thread, ADMITTED)
+    assert [worker.process.wait(10) for worker in workers if worker.pid == pid] == [-signal.SIGKILL]
 
 
 def test_every_point_is_tested():

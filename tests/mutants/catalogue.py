@@ -73,7 +73,7 @@ MUTANTS = (
     Mutant(
         "the fence",
         "a lease is taken from somebody who lives",
-        "store/leases.py",
+        "store/claims.py",
         (("        or_(table.c.lease_nonce.is_(None), table.c.lease_deadline <= db_now()),\n", ""),),
         ("tests/store/test_claim.py", "-k", "sqlite"),
     ),
@@ -121,8 +121,8 @@ MUTANTS = (
         "store/outcomes.py",
         (
             (
-                '        .where(thread.c.id == param("f_thread"))\n        .with_for_update()\n',
-                '        .where(thread.c.id == param("f_thread"))\n',
+                '.where(thread.c.id == param("f_thread")).with_for_update()\n',
+                '.where(thread.c.id == param("f_thread"))\n',
             ),
         ),
         (_LOCKS + "a_signal_that_is_sent_while_its_wait_is_opened_finds_it[node run]",),
@@ -256,16 +256,16 @@ MUTANTS = (
         "store/outcomes.py",
         (
             (
-                '        .where(thread.c.id == param("f_thread"))\n        .with_for_update()\n',
-                '        .where(thread.c.id == param("f_thread"))\n',
+                '.where(thread.c.id == param("f_thread")).with_for_update()\n',
+                '.where(thread.c.id == param("f_thread"))\n',
             ),
             (
-                "        pending, thread_status, version = transaction.rows(_COUNT_DOWN, key)[0]\n",
+                "        pending, thread_status, *row = transaction.rows(_COUNT_DOWN, key)[0]\n",
                 (
                     "        read = Statement(lambda _: select(thread.c.pending)"
                     '.where(thread.c.id == param("f_thread")))\n'
                     '        key["read"] = transaction.rows(read, key)[0][0]\n'
-                    "        pending, thread_status, version = transaction.rows(_COUNT_DOWN, key)[0]\n"
+                    "        pending, thread_status, *row = transaction.rows(_COUNT_DOWN, key)[0]\n"
                 ),
             ),
             (
@@ -315,12 +315,50 @@ MUTANTS = (
     ),
     Mutant(
         "taking over",
-        "the sweep finds no threads",
-        "store/sweep.py",
+        "admission finds no threads",
+        "store/admission.py",
+        (("range(len(PRIORITIES)), _KINDS)", 'range(len(PRIORITIES)), ["node"])'),),
+        seeds=50,
+    ),
+    Mutant(
+        "admission",
+        "it takes no heed of the room",
+        "store/admission.py",
+        (
+            ("        while tenants and picked < room:\n", "        while tenants:\n"),
+            ("[share, room - picked, *", "[99, *"),
+        ),
+        ("tests/store/test_admission.py::test_no_more_than_there_is_room_for[sqlite]",),
+    ),
+    Mutant(
+        "admission",
+        "the first tenant has all the room",
+        "store/admission.py",
+        (("            share = max(1, (room - picked) // len(tenants))\n", "            share = room - picked\n"),),
+        ("tests/store/test_admission.py::test_every_tenant_has_its_turn_whatever_another_has_waiting[sqlite]",),
+    ),
+    Mutant(
+        "the limits",
+        "slots are counted without the limit's lock",
+        "store/limits.py",
+        (("        if transaction.postgresql:", "        if False:"),),
+        ("tests/store/test_admission.py::test_of_many_at_once_no_more_get_in_than_may[postgresql]",),
+    ),
+    Mutant(
+        "the limits",
+        "a slot outlives its lease",
+        "store/limits.py",
+        (('slot.c.scope == param("scope"), ~_STANDS))', 'slot.c.scope == "of nobody"))'),),
+        ("tests/store/test_admission.py::test_as_many_run_at_once_as_may[sqlite]",),
+    ),
+    Mutant(
+        "the limits",
+        "nobody counts",
+        "store/limits.py",
         (
             (
-                '    nudges += [Nudge("step", *row[:2]) for row in store.rows(_DUE_THREADS, params) if _is_due(row)]\n',
-                "",
+                '        if transaction.rows(_COUNT, {"scope": scope})[0][0] >= running_max[scope]:\n',
+                "        if False:\n",
             ),
         ),
         seeds=50,

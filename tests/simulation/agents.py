@@ -283,6 +283,9 @@ for _pair in ((START, "before"), ("before", "sub"), ("sub", "after"), ("after", 
     nested.edge(*_pair)
 
 
+LIMITS = {"graph fan": 2}
+"""How much of a graph may run at once."""
+
 GRAPHS = {graph.name: graph for graph in (chain, loop, fan, parallel, waiting, deadline, nested)}
 
 

@@ -46,6 +46,12 @@ class Broker:
             self._world.note(f"queued {shown(nudge)}")
             self.nudges += [nudge] * (2 if draw > 1.0 - self.repetition else 1)
 
+    __call__ = publish
+
+    def waiting(self, graphs: Sequence[str]) -> dict[str, int]:
+        """Return how many nudges wait for each graph's version."""
+        return {graph: sum(nudge.queue == graph for nudge in self.nudges) for graph in graphs}
+
     def take_nudge(self) -> Nudge:
         """Take any nudge: order means nothing."""
         return self.nudges.pop(self._random.randrange(len(self.nudges)))

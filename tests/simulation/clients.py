@@ -14,7 +14,7 @@ if TYPE_CHECKING:
     from tests.simulation.world import World
 
 _DEFAULTS: dict[str, dict[str, Any]] = {
-    "start": {"application": "default", "step_limit": None},
+    "start": {"application": "default", "step_limit": None, "priority": None},
     "decide": {"arguments": None, "answer": None, "comment": None},
     "signal": {"graph": None, "application": "default", "key": None},
     "control": {"graph": None, "application": "default", "by": "operator", "reason": None, "step_limit": None},

@@ -16,19 +16,28 @@ from typing import TYPE_CHECKING, Any, TypeVar
 from sqlalchemy import make_url
 
 from keepstep.errors import DatabaseUnavailable, StaleLease
-from keepstep.store import effects, leases, migrate, outcomes, signals, workers
+from keepstep.store import admission, claims, effects, limits, migrate, outcomes, signals, workers
 from keepstep.store.engine import Store, Transaction
 from keepstep.store.statements import Row, Statement
 from keepstep.store.status import TRANSITIONS
+from tests.simulation.agents import LIMITS
 
 if TYPE_CHECKING:
     from tests.simulation.world import World
 
 T = TypeVar("T")
 
-_CLAIMS = (leases._CLAIM_THREAD, leases._CLAIM_NODE)
-_UNFENCED = (*_CLAIMS, effects._END)
-"""What an attempt may write without holding a lease: it acquires one, or it says what came of an effect."""
+_CLAIMS = (claims._CLAIM_THREAD, claims._CLAIM_NODE)
+_UNFENCED = (
+    *_CLAIMS,
+    *claims._HELD_BACK,
+    limits._FORGET_FREED,
+    limits._TAKE,
+    *(due for _, due in admission._KINDS.values()),
+    effects._END,
+)
+"""What an attempt may write without holding a lease: it acquires one, it says what came of an effect, or it has ended
+and lets in who comes next."""
 _UNAVAILABLE_SECONDS = 0.2
 _REASONS = {
     "failed": {"node_failed", "node_timeout", "step_limit"},
@@ -38,6 +47,12 @@ _REASONS = {
 _THREADS = """
 SELECT agent, id, name, status, seq, version, branch, fanned, pending, control, lease_nonce, lease_deadline
 FROM keepstep_thread
+"""
+_RUNNING = """
+SELECT t.name, '', t.lease_nonce FROM keepstep_thread t WHERE t.agent = ?1 AND t.lease_nonce IS NOT NULL
+UNION ALL
+SELECT t.name, n.run, n.lease_nonce FROM keepstep_node_run n JOIN keepstep_thread t ON t.id = n.thread_id
+WHERE t.agent = ?1 AND n.lease_nonce IS NOT NULL
 """
 _MISSED = """
 SELECT w.run, s.name, s.key FROM keepstep_wait w JOIN keepstep_signal s ON s.thread_id = w.thread_id
@@ -165,7 +180,9 @@ class SimulatedStore(Store):
 
     def _check(self, transaction: WatchedTransaction) -> None:
         world = self.world
-        claims = any(statement in _CLAIMS for statement in transaction.wrote)
+        claiming = any(statement in _CLAIMS for statement in transaction.wrote)
+        if claiming:
+            self._check_limits()
         if world.attempt is not None and transaction.held is False:
             foreign = [each for each in transaction.wrote if each not in _UNFENCED]
             world.require(not foreign, "a stale owner wrote", lambda: foreign[0].prepared(self.engine.dialect)[0][:200])
@@ -184,10 +201,15 @@ class SimulatedStore(Store):
             healthy = [worker.id for worker in world.workers if worker.is_healthy]
             world.require(known.issuperset(healthy), "a healthy worker was given up", f"{known} of {healthy}")
         for agent, *row in self.query(_THREADS):
-            self._check_lease((row[0], ""), f"{row[1]} {agent}", *row[-3:], claims=claims)
+            self._check_lease((row[0], ""), f"{row[1]} {agent}", *row[-3:], claims=claiming)
             self._check_thread(*row[:-3])
             if row[6]:
-                self._check_fan(agent, *row[:-3], claims=claims)
+                self._check_fan(agent, *row[:-3], claims=claiming)
+
+    def _check_limits(self) -> None:
+        for scope, most in LIMITS.items():
+            running = self.query(_RUNNING, scope.removeprefix("graph "))
+            self.world.require(len(running) <= most, "more run at once than may", f"{scope}: {running}")
 
     def _check_lease(
         self, key: tuple[str, str], name: str, control: str, nonce: str | None, deadline: float | None, *, claims: bool

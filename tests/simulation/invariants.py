@@ -11,7 +11,7 @@ from keepstep.errors import HistoryCorrupt
 from keepstep.runtime.codec import view
 from keepstep.runtime.history import restore, verify
 from keepstep.store import checkpoints
-from keepstep.store.leases import CheckpointRow
+from keepstep.store.claims import CheckpointRow
 from tests.simulation import agents
 from tests.simulation.agents import SIGNAL, Planned
 

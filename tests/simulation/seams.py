@@ -104,6 +104,7 @@ def installed(world: World) -> Iterator[None]:
         *_everywhere(leases.new_nonce, world.new_nonce),
         (liveness, "time", clock),
         (sweeper, "random", chance),
+        (sweeper, "time", clock),
     ]
     configuration = structlog.get_config()
     with contextlib.ExitStack() as stack:

@@ -10,12 +10,14 @@ from keepstep import settings
 from keepstep.runtime.compiled import CompiledGraph
 from keepstep.runtime.environment import Runtime
 from keepstep.store import workers
-from keepstep.store.leases import Owner
+from keepstep.store.admission import Admission
+from keepstep.store.leases import Owner, queue_of
 from keepstep.tasks.forkgate import Gate
 from keepstep.tasks.liveness import Liveness
 from keepstep.tasks.registration import Registration
+from keepstep.tasks.room import Room
 from keepstep.tasks.sweeper import Sweeper
-from tests.simulation.agents import GRAPHS
+from tests.simulation.agents import GRAPHS, LIMITS
 from tests.simulation.fibers import Fiber
 from tests.simulation.seams import SimulatedWatchdog
 
@@ -23,6 +25,13 @@ if TYPE_CHECKING:
     from tests.simulation.world import World
 
 SETTINGS = settings.Settings(node_timeout_seconds=30.0, timeout_grace_seconds=2.0, parallel_inline_max=2, step_limit=40)
+ROOM_MAX = 8
+"""Nudges of one graph in the broker: few, so that rows have to wait for room."""
+
+
+def running_max() -> Mapping[str, int]:
+    """Return the limits on what runs at once."""
+    return LIMITS
 
 
 Key = tuple[str, str]
@@ -78,6 +87,7 @@ class Child(Process):
             publish=world.broker.publish,
             end_process=lambda: world.kill_child(self),
             watchdog=SimulatedWatchdog(world),
+            running_max=running_max,
             _codecs=world.codecs,
         )
 
@@ -156,11 +166,19 @@ class SimulatedWorker:
             self.sweeper,
             gate=Gate(),
             _settings=SETTINGS,
-            _carried=workers.carried_text(list(self.graphs)),
             _worker_id=self.id,
             _liveness=self.liveness,
-            _publish=world.broker.publish,
+            _room=Room(
+                world.broker,
+                [queue_of(*key) for key in self.graphs],
+                concurrency=len(self.children),
+                nudges_max=ROOM_MAX,
+                clock=world.monotonic,
+            ),
             _store=world.store,
+            _admission=Admission(world.store, self.graphs),
+            _running_max=running_max,
+            _sweep_at=0.0,
         )
         self.ready = True
 

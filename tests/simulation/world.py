@@ -321,6 +321,7 @@ class World:
 
     def sweep(self, worker: SimulatedWorker) -> None:
         """Have a worker sweep."""
+        worker.sweeper._sweep_at = 0.0
         self.begin(worker.sweeps, "sweeps", worker.sweeper.work)
 
     def pass_time(self, seconds: float) -> None:

@@ -25,7 +25,14 @@ from keepstep.store.leases import Nudge, Owner
 from keepstep.store.schema import metadata
 
 _DEFAULTS: dict[str, dict[str, Any]] = {
-    "start": {"application": "default", "request_id": None, "if_running": "queue", "step_limit": None, "input": {}},
+    "start": {
+        "application": "default",
+        "request_id": None,
+        "if_running": "queue",
+        "step_limit": None,
+        "input": {},
+        "priority": None,
+    },
     "decide": {"arguments": None, "answer": None, "comment": None, "by": "anna"},
     "signal": {"application": "default", "graph": None, "payload": None, "key": None},
     "control": {"application": "default", "graph": None, "by": None, "reason": None, "step_limit": None},
@@ -163,7 +170,8 @@ class Deployment:
     def sweep(self, *, takeover: bool = False, worker: Runtime | None = None) -> list[Nudge]:
         """Sweep once, and queue what was found."""
         runtime = worker or self.worker
-        found = sweep.sweep(runtime.store, carried=runtime.carried, takeover=takeover, limit=1000)
+        found = sweep.sweep(runtime.store, takeover=takeover, limit=1000)
+        found += runtime.admission.look(lambda _queue: 1000, runtime.running_max()).nudges
         self.queue += found
         return found
 

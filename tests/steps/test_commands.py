@@ -110,7 +110,7 @@ def test_requests_are_each_tenants_own(deploy):
 def test_runs_queue_up_and_run_in_order(deploy):
     d = deploy(counts())
     ids = [d.start({"n": n}).run_id for n in range(1, 5)]
-    assert d.queue == [Nudge("step", d.thread.id, 1)]
+    assert d.queue == [Nudge("step", d.thread.id, 1, f"{d.graphs[0].name}@1", 1)]
     assert d.drain() == "done"
     assert d.values() == {"n": 4, "log": [1, 2, 3, 4]}
     assert [(run.id, run.number, run.status, run.steps) for run in d.reader.runs("t")] == [

@@ -14,7 +14,7 @@ import pytest
 from keepstep import END, START, Graph, Retry, append, effect
 from keepstep.crashpoints import Died
 from keepstep.errors import StepError
-from keepstep.store import workers
+from keepstep.store import claims, workers
 
 
 class State(TypedDict, total=False):
@@ -239,10 +239,9 @@ def test_mails_around_two_questions_are_sent_once_each(deploy):
     assert d.drain() == "waiting"
     d.decide("answer", answer=1)
     # A worker takes the woken thread and dies.
-    from keepstep.store import leases
 
     (nudge,) = d.queue
-    assert leases.claim_thread(doomed.store, nudge.thread_id, nudge.version, owner=doomed.owner, carried=doomed.carried)
+    assert claims.claim_thread(doomed.store, nudge.thread_id, nudge.version, owner=doomed.owner, carried=doomed.carried)
     workers.release_child(d.store, doomed.owner.worker, 3, reason="signal 9")
     assert d.drain(other) == "waiting"
     d.decide("answer", answer=2)

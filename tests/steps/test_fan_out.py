@@ -100,7 +100,7 @@ def test_fanned_out_node_runs_are_nudged_one_by_one(deploy):
     thread_id = d.start({"count": 3}).thread_id
     d.work(d.queue.pop(0))
 
-    assert d.queue == [Nudge("node", thread_id, 0, 1, f"part#{n}") for n in range(3)]
+    assert d.queue == [Nudge("node", thread_id, 0, f"{graph.name}@1", 1, 1, f"part#{n}") for n in range(3)]
     assert (d.thread.status, d.thread.row.pending, d.thread.row.fanned) == ("waiting", 3, 3)
     last, first, middle = d.queue.pop(), d.queue.pop(0), d.queue.pop(0)
     for nudge in (last, first):

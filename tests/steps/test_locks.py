@@ -41,7 +41,8 @@ class Rival:
         """Begin, and return when it is done or waits for a lock."""
         if not self._thread.is_alive():
             self._thread.start()
-        engine = sqlalchemy.create_engine(self._d.url)
+        # A transaction would see the server's processes as they were at its first look.
+        engine = sqlalchemy.create_engine(self._d.url, isolation_level="AUTOCOMMIT")
         deadline = time.monotonic() + 20
         with engine.connect() as connection:
             while self._thread.is_alive() and not connection.execute(sqlalchemy.text(_WAITING)).scalar_one():

@@ -11,7 +11,7 @@ import pytest
 from keepstep import END, START, Goto, Graph, Send, append
 from keepstep.errors import DatabaseUnavailable
 from keepstep.runtime import superstep
-from keepstep.store import checkpoints, leases, workers
+from keepstep.store import checkpoints, claims, workers
 from keepstep.store.leases import Nudge
 
 # Large enough that a step's change is stored without the whole state.
@@ -61,7 +61,7 @@ def test_a_chain_runs_step_by_step(deploy, asynchronous):
     d = deploy(graph)
     accepted = d.start({"n": 7})
 
-    assert d.queue == [Nudge("step", accepted.thread_id, 1)]
+    assert d.queue == [Nudge("step", accepted.thread_id, 1, "chain@1", 1)]
     statuses = []
     while d.queue:
         nudge = d.queue.pop(0)
@@ -391,7 +391,7 @@ def test_a_thread_without_a_message_is_found_by_the_sweep(timed, clock):
     d.work(d.queue.pop(0))
     (lost,) = d.queue
     d.queue.clear()
-    assert leases.claim_thread(gone.store, lost.thread_id, lost.version, owner=gone.owner, carried=gone.carried)
+    assert claims.claim_thread(gone.store, lost.thread_id, lost.version, owner=gone.owner, carried=gone.carried)
     for number in range(20):
         d.name = f"behind-{number}"
         d.start({"n": number})
@@ -483,7 +483,7 @@ def test_a_claim_whose_answer_was_lost_is_made_again(served, proxied_url, postgr
     d = served(chain("a", "b", body=lambda name, _s, _c: starts.update([name])))
     far = d.worker_of(pid=2, url=proxied_url)
     d.start({"n": 1})
-    far.store.rows(leases._READ_HEAD, {"thread_id": ""})
+    far.running_max()  # connects, and reads the limits
     getattr(postgresql_proxy, f"lose_{lost}")(far.owner.worker.encode())
 
     d.work(d.queue.pop(0), far)

@@ -22,7 +22,7 @@ from keepstep.errors import (
     WrongStatus,
 )
 from keepstep.runtime import superstep
-from keepstep.store import workers
+from keepstep.store import claims, workers
 
 
 class State(TypedDict, total=False):
@@ -576,10 +576,9 @@ def test_a_decision_is_applied_although_the_worker_that_woke_dies(deploy):
     d.drain()
     d.decide()
     (nudge,) = d.queue
-    from keepstep.store import leases
 
     doomed = d.worker_of(pid=2)
-    assert leases.claim_thread(doomed.store, nudge.thread_id, nudge.version, owner=doomed.owner, carried=doomed.carried)
+    assert claims.claim_thread(doomed.store, nudge.thread_id, nudge.version, owner=doomed.owner, carried=doomed.carried)
     assert workers.release_child(d.store, doomed.owner.worker, 2, reason="signal 9") == [nudge]
     assert d.drain() == "done"
     assert d.values()["log"][0][:2] == (True, "approve")

@@ -5,10 +5,11 @@ from __future__ import annotations
 from typing import Any
 
 from keepstep.ids import new_id
-from keepstep.store import leases, threads, workers
+from keepstep.store import claims, threads, workers
 from keepstep.store.checkpoints import NewCheckpoint
+from keepstep.store.claims import Claim
 from keepstep.store.engine import Store
-from keepstep.store.leases import Claim, Fence, Owner
+from keepstep.store.leases import Fence, Owner
 from keepstep.store.threads import NewRun
 from keepstep.store.workers import carried_text
 from tests.steps.driver import dump
@@ -24,18 +25,19 @@ def new_run(number: int = 1) -> NewRun:
     return NewRun(new_id(), f"request-{new_id()}", b"digest", b"input", None)
 
 
-def created(store: Store, name: str = "t") -> str:
+def created(store: Store, name: str = "t", *, tenant: str = "default", agent: str = "agent", priority: int = 1) -> str:
     """A thread with one run queued; return its id."""
     thread_id = new_id()
     with store.transaction() as transaction:
         threads.create(
             transaction,
             thread_id=thread_id,
-            tenant="default",
+            tenant=tenant,
             application="default",
-            agent="agent",
+            agent=agent,
             name=name,
             graph_version="1",
+            priority=priority,
             lease_seconds=60.0,
             first=new_run(),
         )
@@ -58,7 +60,7 @@ def registered(store: Store, *, window_seconds: float = 1e6, worker_id: str | No
 
 def claimed(store: Store, thread_id: str, version: int = 1, *, owner: Owner = OWNER) -> Claim:
     """The thread's lease, which must be free."""
-    claim = leases.claim_thread(store, thread_id, version, owner=owner, carried=CARRIED)
+    claim = claims.claim_thread(store, thread_id, version, owner=owner, carried=CARRIED)
     assert claim is not None
     return claim
 

@@ -6,7 +6,7 @@ import threading
 
 import pytest
 
-from keepstep.store import leases, threads, workers
+from keepstep.store import claims, leases, threads, workers
 from keepstep.store.engine import Store
 from keepstep.store.leases import Owner
 from tests.steps.driver import Clock
@@ -14,7 +14,7 @@ from tests.store.records import CARRIED, OWNER, checkpoint, claimed, created, du
 
 
 def claim(store, thread_id, version=1, **options):
-    return leases.claim_thread(store, thread_id, version, **{"owner": OWNER, "carried": CARRIED, **options})
+    return claims.claim_thread(store, thread_id, version, **{"owner": OWNER, "carried": CARRIED, **options})
 
 
 def test_a_due_thread_is_leased_with_its_head(store):
@@ -136,7 +136,7 @@ def test_of_many_at_once_one_gets_it(store):
     barrier, won = threading.Barrier(len(stores)), []
 
     def race(own):
-        own.rows(leases._READ_HEAD, {"thread_id": thread_id})  # connected before the start
+        own.rows(claims._READ_HEAD, {"thread_id": thread_id})  # connected before the start
         barrier.wait()
         found = claim(own, thread_id)
         if found is not None:
@@ -164,7 +164,7 @@ def test_a_dead_childs_leases_are_released_and_counted(store):
 
     nudges = workers.release_child(store, worker, 7, reason="signal 9 (SIGKILL)")
 
-    assert nudges == [("step", mine, 1, 0, "")]
+    assert nudges == [("step", mine, 1, "agent@1", 1, 0, "")]
     assert row(store, sisters)["lease_nonce"] == kept.fence.nonce
     assert claimed(store, mine).attempt == (2, 0, 1, "signal 9 (SIGKILL)")
     assert workers.release_child(store, worker, 7, reason="again") == []
@@ -175,7 +175,7 @@ def test_leaving_in_good_order_counts_no_death(store):
     thread_id = created(store)
     claimed(store, thread_id, owner=Owner(worker, 7))
 
-    assert workers.leave(store, worker) == [("step", thread_id, 1, 0, "")]
+    assert workers.leave(store, worker) == [("step", thread_id, 1, "agent@1", 1, 0, "")]
     assert workers.live(store) == []
     assert claimed(store, thread_id).attempt == (2, 0, 0, None)
 
@@ -190,7 +190,7 @@ def test_a_silent_worker_is_given_up_once(sqlite_url):
     clock.now += 9.9
     assert workers.take_over(store) == []
     clock.now += 0.1
-    assert workers.take_over(store) == [("step", thread_id, 1, 0, "")]
+    assert workers.take_over(store) == [("step", thread_id, 1, "agent@1", 1, 0, "")]
     assert workers.take_over(store) == []
 
     assert [worker.id for worker in workers.live(store)] == [alive]
@@ -208,7 +208,7 @@ def test_a_worker_whose_own_time_is_over_gives_up_nobody(store):
 
     assert workers.take_over(store, judge=judge) == []
     assert workers.renew(store, judge, window_seconds=100) is not None
-    assert workers.take_over(store, judge=judge) == [("step", thread_id, 1, 0, "")]
+    assert workers.take_over(store, judge=judge) == [("step", thread_id, 1, "agent@1", 1, 0, "")]
 
 
 def test_a_worker_that_renewed_just_in_time_keeps_its_leases(sqlite_url):
@@ -230,7 +230,7 @@ def test_a_lease_taken_in_the_moment_its_worker_was_given_up_is_found(store):
     claimed(store, mine, owner=Owner(worker, 7))
     claimed(store, orphan, owner=Owner("no row", 7))
 
-    assert workers.adopt_orphans(store) == [("step", orphan, 1, 0, "")]
+    assert workers.adopt_orphans(store) == [("step", orphan, 1, "agent@1", 1, 0, "")]
     assert workers.adopt_orphans(store) == []
     assert claimed(store, orphan).attempt == (2, 0, 1, "its worker was lost")
 
@@ -242,5 +242,5 @@ def test_a_pause_is_not_a_lease(store):
     assert claim(store, thread_id) is None
     with store.transaction() as transaction:
         nudges = threads.resume(transaction, threads.by_id(transaction, thread_id))
-    assert nudges == [("step", thread_id, 1, 0, "")]
+    assert nudges == [("step", thread_id, 1, "agent@1", 1, 0, "")]
     assert claim(store, thread_id) is not None

@@ -7,7 +7,7 @@ import threading
 import pytest
 
 from keepstep.errors import DatabaseUnavailable, StaleLease
-from keepstep.store import leases, outcomes, threads
+from keepstep.store import claims, leases, outcomes, threads
 from keepstep.store.checkpoints import NewEvent, commit, history
 from keepstep.store.engine import Store
 from keepstep.store.outcomes import NewApproval, NewNodeRun, NewWait
@@ -71,7 +71,9 @@ def test_a_run_queued_meanwhile_makes_the_ended_thread_ready(store):
     fence = claimed(store, thread_id).fence
     commit(store, fence, checkpoint(fence, keep_lease=True, begins_run=True), patience_seconds=1)
     with store.transaction() as transaction:
-        assert threads.add_run(transaction, threads.by_id(transaction, thread_id), "1", new_run()) is None
+        assert (
+            threads.add_run(transaction, threads.by_id(transaction, thread_id), "1", new_run(), priority=None) is None
+        )
     after = leases.Fence(thread_id, fence.nonce, 0, 1)
 
     assert commit(store, after, checkpoint(after, status="done"), patience_seconds=1) == (3, "ready", "", 1)
@@ -200,7 +202,7 @@ def test_exactly_one_of_many_node_runs_is_the_last(store):
 
     stores = [Store.open(store.url.render_as_string(hide_password=False)) for _ in range(count)]
     fences = [
-        leases.claim_node(own, thread_id, 0, f"n#{number}", 0, owner=OWNER, carried=CARRIED).fence
+        claims.claim_node(own, thread_id, 0, f"n#{number}", 0, owner=OWNER, carried=CARRIED).fence
         for number, own in enumerate(stores)
     ]
     barrier, nudges = threading.Barrier(count), []
@@ -216,7 +218,7 @@ def test_exactly_one_of_many_node_runs_is_the_last(store):
         each.join()
 
     assert len(nudges) == count
-    assert [nudge for nudge in nudges if nudge] == [("step", thread_id, 3, 0, "")]
+    assert [nudge for nudge in nudges if nudge] == [("step", thread_id, 3, "agent@1", 1, 0, "")]
     found = row(store, thread_id)
     assert (found["status"], found["pending"], found["fanned"], found["version"]) == ("ready", 0, count, 3)
     states = outcomes.node_runs(store, thread_id, 0, 0)

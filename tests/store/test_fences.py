@@ -5,7 +5,7 @@ from __future__ import annotations
 import pytest
 
 from keepstep.errors import StaleLease
-from keepstep.store import effects, leases, outcomes, threads
+from keepstep.store import claims, effects, leases, outcomes, threads
 from keepstep.store.checkpoints import NewEvent, commit
 from keepstep.store.effects import EffectKey
 from keepstep.store.leases import Owner
@@ -122,7 +122,7 @@ def test_a_cancelled_thread_refuses_its_running_owner(store, write):
 
 
 def _node_claimed(store, thread_id):
-    claim = leases.claim_node(store, thread_id, 0, "n#1", 0, owner=OWNER, carried=CARRIED)
+    claim = claims.claim_node(store, thread_id, 0, "n#1", 0, owner=OWNER, carried=CARRIED)
     assert claim is not None
     return claim.fence
 

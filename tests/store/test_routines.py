@@ -6,13 +6,13 @@ import re
 
 import pytest
 
-from keepstep.store import checkpoints, leases, migrate
+from keepstep.store import checkpoints, claims, migrate
 from keepstep.store.checkpoints import commit
 from keepstep.store.engine import Store
 from keepstep.store.routines import Routine
 from tests.store.records import checkpoint, claimed, created, row
 
-ROUTINES = (*leases.ROUTINES, *checkpoints.ROUTINES)
+ROUTINES = (*claims.ROUTINES, *checkpoints.ROUTINES)
 
 
 @pytest.fixture
@@ -66,7 +66,7 @@ def test_an_upgrade_creates_each_once(postgresql):
 
 
 def test_an_upgrade_of_a_current_schema_creates_what_is_missing(postgresql):
-    name = leases.ROUTINES[0].definition(postgresql.engine.dialect).name
+    name = claims.ROUTINES[0].definition(postgresql.engine.dialect).name
     drop(postgresql, name)
 
     migrate.upgrade(postgresql)
@@ -99,7 +99,7 @@ def test_a_step_is_the_same_with_and_without(postgresql_url, monkeypatch, missin
 
 
 def test_another_statement_is_another_function(postgresql):
-    first = leases.ROUTINES[0]
+    first = claims.ROUTINES[0]
     other = Routine(
         "claim_thread",
         lambda dialect: first._build(dialect).limit(1),

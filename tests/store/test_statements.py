@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import importlib
+import itertools
 import pkgutil
 
 import pytest
@@ -16,8 +17,12 @@ def _statements():
     for module in pkgutil.iter_modules(keepstep.store.__path__):
         loaded = importlib.import_module(f"keepstep.store.{module.name}")
         for name, value in vars(loaded).items():
-            values = value.values() if isinstance(value, dict) else value if isinstance(value, list) else [value]
-            yield from ((f"{module.name}.{name}", each) for each in values if isinstance(each, Statement))
+            yield from ((f"{module.name}.{name}", each) for each in _flat(value) if isinstance(each, Statement))
+
+
+def _flat(value):
+    values = value.values() if isinstance(value, dict) else value if type(value) in {list, tuple} else None
+    return [value] if values is None else itertools.chain.from_iterable(map(_flat, values))
 
 
 @pytest.mark.parametrize("url", ["sqlite://", "postgresql+psycopg2://"])

@@ -11,6 +11,7 @@ import sys
 from pathlib import Path
 
 import pytest
+from sqlalchemy import create_engine
 from typer.main import get_command
 
 import keepstep
@@ -43,7 +44,7 @@ def program(*arguments, cwd=None, **options):
 
 
 def test_every_command_of_the_design_is_there():
-    assert set(all_commands()) == {f"keepstep {name}" for name in (*LOOKING, *SENDING, "worker", "doctor")} | {
+    assert set(all_commands()) == {f"keepstep {name}" for name in (*LOOKING, *SENDING, "worker", "limit", "doctor")} | {
         "keepstep db upgrade",
         "keepstep db status",
     }
@@ -162,6 +163,9 @@ sys.exit(code)
         (["threads", "--database", "what is this"], 2, "not a database URL"),
         (["pause", "t", "--broker", "redis://127.0.0.1:1", "--confirm-timeout", "0.3"], 1, "cannot be reached"),
         (["pause", "t", "--confirm-timeout", "0.3"], 1, "no worker has accepted it within 0.3 s"),
+        (["limit"], 1, "there is no database yet"),
+        (["limit", "queue", "x", "1"], 2, "'graph', 'tenant'"),
+        (["start", "g", "t", "--priority", "urgent"], 2, "'high', 'normal', 'low'"),
     ],
 )
 def test_an_error_is_one_line_and_a_document(arguments, code, said, capsys):
@@ -233,6 +237,33 @@ def test_no_password_is_ever_printed(arguments, json_too, capsys):
 
 
 # --- ends -------------------------------------------------------------------------------------------------------------
+
+
+def test_limits_are_set_listed_and_taken_away(sqlite_url, capsys):
+    def typed(*arguments, code=0):
+        assert run(["--database", sqlite_url, "limit", *arguments]) == code
+        out, err = capsys.readouterr()
+        return (err if code else out).splitlines()
+
+    assert typed() == ["no limits: every graph and every tenant may use all workers"]
+    assert typed("graph", "refunds", "20") == ["graph refunds: at most 20 at once"]
+    assert typed("tenant", "acme", "4", "--by", "anna") == ["tenant acme: at most 4 at once"]
+    assert [line.split() for line in typed()] == [
+        ["OF", "NAME", "MAX", "RUNNING"],
+        ["graph", "refunds", "20", "0"],
+        ["tenant", "acme", "4", "0"],
+    ]
+    for text in ("0", "-1", "many", "1.5", str(2**31)):
+        assert "MAX: a whole number from 1 on, or none" in typed("graph", "refunds", "--", text, code=2)[0]
+    assert "say which graph and how many" in typed("graph", code=2)[0]
+    assert typed("graph", "refunds", "none") == ["graph refunds: no limit"]
+    assert json.loads("".join(typed("--json"))) == [{"kind": "tenant", "name": "acme", "running_max": 4, "running": 0}]
+    engine = create_engine(sqlite_url)
+    with engine.connect() as connection:
+        audit = connection.exec_driver_sql("SELECT actor, detail FROM keepstep_audit ORDER BY id").all()
+    engine.dispose()
+    assert [json.loads(detail)["running_max"] for _, detail in audit] == [20, 4, None]
+    assert audit[1].actor == "anna"
 
 
 def test_a_reader_that_leaves_ends_it_quietly(sqlite_url):

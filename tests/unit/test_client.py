@@ -224,12 +224,12 @@ def test_options_of_each_kind_of_broker():
     assert broker.transport_options("file://x", commands=False) == {"fsync": False}
     assert broker.transport_options("memory://", commands=True) == {}
     nudges = {
-        "socket_timeout": 5.0, "socket_connect_timeout": 2.0, "socket_keepalive": True, "priority_steps": [0],
+        "socket_timeout": 5.0, "socket_connect_timeout": 2.0, "socket_keepalive": True, "priority_steps": [0, 1, 2],
         "ack_emulation": False,
     }  # fmt: skip
     assert broker.transport_options("redis://h/0", commands=False) == nudges
     assert broker.transport_options("redis://h/0", commands=True, queue="blue") == nudges | {
-        "ack_emulation": True, "visibility_timeout": 30, "unacked_key": "blue.unacked",
+        "priority_steps": [0], "ack_emulation": True, "visibility_timeout": 30, "unacked_key": "blue.unacked",
         "unacked_index_key": "blue.unacked_index", "unacked_mutex_key": "blue.unacked_mutex",
         "unacked_mutex_expire": 30, "unacked_restore_interval": 2, "unacked_restore_throttle": 1,
     }  # fmt: skip
@@ -267,7 +267,20 @@ def test_commands_have_a_bounded_quorum_queue_on_rabbitmq_and_a_plain_one_elsewh
     }  # fmt: skip
     assert broker.rejected_queue("blue").name == "blue.commands.rejected"
     assert broker.commands_queue("redis://h", "blue").queue_arguments == {}
-    assert broker.nudges_name("blue") == "blue.nudges"
+
+
+def test_every_graphs_version_has_a_queue_of_its_own():
+    assert broker.nudges_name("blue", "refunds@1") == "blue.nudges.refunds@1"
+    long = "graph" * 60
+    assert broker.nudges_name("blue", f"{long}@1") != broker.nudges_name("blue", f"{long}@2")
+    assert all(len(broker.nudges_name("blue", f"{name}@1")) <= 255 for name in (long, "ü" * 200))
+    assert broker.nudges_queue("amqp://h", "blue", "refunds@1").queue_arguments == {
+        "x-max-priority": 2,
+        "x-expires": 7 * 86400 * 1000,
+    }
+    assert broker.nudges_queue("redis://h", "blue", "refunds@1").queue_arguments == {}
+    assert [broker.message_priority("amqp://h", level) for level in (0, 1, 2)] == [2, 1, 0]
+    assert [broker.message_priority("redis://h", level) for level in (0, 1, 2)] == [0, 1, 2]
 
 
 def test_a_reply_goes_to_no_other_queue(tmp_path, caplog):

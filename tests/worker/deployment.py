@@ -209,6 +209,11 @@ class Deployment:
         with self._engine.connect() as connection:
             return [tuple(row) for row in connection.execute(sqlalchemy.text(statement), params)]
 
+    def execute(self, statement: str, **params: Any) -> int:
+        """Change rows behind everybody's back; return how many."""
+        with self._engine.begin() as connection:
+            return connection.execute(sqlalchemy.text(statement), params).rowcount
+
     def statuses(self) -> dict[str, str]:
         """Return every thread's status."""
         return dict(self.query("SELECT name, status FROM keepstep_thread"))  # type: ignore[arg-type]

@@ -177,7 +177,7 @@ def test_a_worker_killed_at_a_boundary_repeats_no_committed_step(deployment, poi
     first = deployment.launch(pool="solo", KEEPSTEP_CRASH_AT=where, KEEPSTEP_CRASH_MARK=str(mark))
     with keepstep.Client(settings=deployment.settings) as client:
         client.start("chain", "t", {})
-    assert first.process.wait(30) == -signal.SIGKILL
+    assert first.process.wait(60) == -signal.SIGKILL
     assert mark.exists()
 
     deployment.worker(concurrency=1)
@@ -193,7 +193,7 @@ def test_a_command_committed_by_a_worker_that_died_is_not_lost(deployment, tmp_p
     )
     with keepstep.Client(settings=deployment.settings) as client:
         receipt = client.start("chain", "t", {})
-        assert first.process.wait(30) == -signal.SIGKILL
+        assert first.process.wait(60) == -signal.SIGKILL
         deployment.worker(concurrency=1)
         deployment.ended("t")
         if deployment.settings.broker.startswith("file://"):

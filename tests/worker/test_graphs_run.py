@@ -4,10 +4,12 @@ from __future__ import annotations
 
 import itertools
 import os
+import time
 from collections import Counter
 
 import pytest
 
+from keepstep.tasks.nudges import _GO_ON_SECONDS
 from tests.worker.deployment import eventually
 
 CHAIN = ("a", "b", "c")
@@ -96,11 +98,12 @@ def test_a_worker_that_is_asked_to_stop_finishes_what_runs_and_leaves(on_each_br
     deployment = on_each_broker
     worker = deployment.supervised(concurrency=1)
     deployment.start("held", "h")
-    deployment.started("h hold")
+    started_at = float(deployment.started("h hold")[0][-1])
 
     os.kill(worker.pid, 15)
     eventually(lambda: worker.events("worker_stopping"), what="the stop")
     assert worker.process.poll() is None
+    eventually(lambda: time.time() > started_at + 2 * _GO_ON_SECONDS, what="the moment in which a child goes on")
     deployment.touch("release")
 
     assert worker.process.wait(20) == 0

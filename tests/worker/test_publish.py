@@ -19,11 +19,8 @@ from keepstep.tasks.publish import Publisher
 from tests.servers import free_port
 from tests.worker.deployment import eventually
 
-STEP = Nudge("step", "01k0000000000000000000thread", 7)
-NODE = Nudge("node", "01k0000000000000000000thread", 8, 3, "part#2")
-
-
-QUEUE = kombu.Queue("deployment.nudges", kombu.Exchange(""), routing_key="deployment.nudges")
+STEP = Nudge("step", "01k0000000000000000000thread", 7, "agent@1", 1)
+NODE = Nudge("node", "01k0000000000000000000thread", 8, "agent@1", 1, 3, "part#2")
 
 
 @pytest.fixture(params=["file", "redis", "rabbitmq"])
@@ -48,14 +45,15 @@ def declare(url):
     """Make the queue where messages to one that is not there are dropped."""
     if url.startswith("amqp://"):
         with broker.connection(url, commands=False) as connection:
-            QUEUE(connection.channel()).declare()
+            broker.nudges_queue(url, "deployment", "agent@1")(connection.channel()).declare()
 
 
 def received(settings, count):
     got = []
+    queue = broker.nudges_queue(settings.broker, settings.queue, "agent@1")
     with (
         broker.connection(settings.broker, commands=False, queue=settings.queue) as connection,
-        kombu.Consumer(connection.channel(), [QUEUE], on_message=got.append, no_ack=True),
+        kombu.Consumer(connection.channel(), [queue], on_message=got.append, no_ack=True),
     ):
         while len(got) < count:
             connection.drain_events(timeout=10)
@@ -79,6 +77,27 @@ def test_a_nudge_is_a_task_message_that_celery_reads(settings):
     assert len({request.id for request in requests}) == 2
     # A reference, never a state: the message stays small whatever the thread holds.
     assert max(len(message.body) + len(json.dumps(message.headers)) for message in messages) < 500
+
+
+def test_the_urgent_ones_are_received_first_and_counted_with_the_others(settings):
+    publish = Publisher(settings)
+    low, normal, high = (STEP._replace(version=version, priority=2 - version) for version in range(3))
+    publish([low, normal, high, high._replace(version=3)])
+    assert publish.waiting(["agent@1", "agent@2"]) == {"agent@1": 4, "agent@2": 0}
+    publish.close()
+
+    versions = [json.loads(message.body)[0][1] for message in received(settings, 4)]
+    assert versions == [2, 3, 1, 0]
+
+
+def test_a_large_fan_out_fills_the_queue_and_leaves_the_rest(settings):
+    publish = Publisher(settings.model_copy(update={"queue_nudges_max": 80}))
+    publish([STEP] * 10)
+    publish([NODE] * 100)
+    assert publish.waiting(["agent@1"]) == {"agent@1": 80}
+    publish([STEP])  # a step that follows is never left behind: it takes the place of one that was taken
+    assert publish.waiting(["agent@1"]) == {"agent@1": 81}
+    publish.close()
 
 
 def test_a_child_publishes_on_a_connection_of_its_own(settings):

@@ -14,10 +14,16 @@ from keepstep import broker
 from keepstep.settings import load
 from keepstep.store.leases import Nudge
 from keepstep.tasks import nudges, process
-from keepstep.tasks.publish import Publisher
+from keepstep.tasks.publish import Hint, Publisher
 
-STEPS = [Nudge("step", "1" * 26, 1), Nudge("step", "2" * 26, 2)]
-NODE = Nudge("node", "3" * 26, 8, 3, "part#2")
+QUEUE = "deployment.nudges.agent@1"
+STEPS = [Nudge("step", "1" * 26, 1, "agent@1", 0), Nudge("step", "2" * 26, 2, "agent@1", 0)]
+NODE = Nudge("node", "3" * 26, 8, "agent@1", 0, 3, "part#2")
+
+
+def said(*nudges):
+    """What the messages of nudges say."""
+    return [Hint(each.kind, each.thread_id, each.version, each.seq, each.run) for each in nudges]
 
 
 @pytest.fixture
@@ -35,14 +41,29 @@ def publisher(settings):
 @pytest.fixture
 def queue(settings):
     client = redis.Redis.from_url(settings.broker)
-    yield lambda: client.lrange("deployment.nudges", 0, -1)
+    yield lambda: client.lrange(QUEUE, 0, -1)
     client.close()
 
 
 def test_nudges_are_taken_in_the_order_in_which_they_were_published(publisher):
     publisher([*STEPS, NODE])
 
-    assert [publisher.take() for _ in range(4)] == [*STEPS, NODE, None]
+    assert [publisher.take([QUEUE]) for _ in range(4)] == [*said(*STEPS, NODE), None]
+
+
+def test_the_urgent_ones_are_taken_first_and_no_queue_is_looked_at_twice(publisher, settings):
+    slow, fast = STEPS[0]._replace(priority=2), STEPS[1]._replace(queue="other@1")
+    publisher([slow, NODE, fast])
+    other = "deployment.nudges.other@1"
+
+    assert [publisher.take([QUEUE, other]) for _ in range(4)] == [*said(NODE, fast, slow), None]
+    client = redis.Redis.from_url(settings.broker)
+    assert client.keys("deployment*") == []
+    client.script_flush()
+    client.close()
+    publisher([fast])
+    # A server that was restarted does not know the script any more.
+    assert publisher.take([QUEUE, other]) == said(fast)[0]
 
 
 def test_what_kombu_wrote_is_left_to_the_consumer(publisher, settings, queue):
@@ -50,15 +71,15 @@ def test_what_kombu_wrote_is_left_to_the_consumer(publisher, settings, queue):
     with broker.connection(settings.broker, commands=False, queue=settings.queue) as connection:
         kombu.Producer(connection.channel(), auto_declare=False).publish(
             json.dumps([["4" * 26, 5], {}, {}]),
-            routing_key="deployment.nudges",
+            routing_key=QUEUE,
             headers={"task": "keepstep.step", "id": "x"},
             content_type="application/json",
             content_encoding="utf-8",
         )
 
-    assert publisher.take() == STEPS[0]
+    assert publisher.take([QUEUE]) == said(STEPS[0])[0]
     # Its body is in base 64, and the consumer reads every form.
-    assert publisher.take() is None
+    assert publisher.take([QUEUE]) is None
     assert len(queue()) == 1
 
 
@@ -74,24 +95,24 @@ def test_what_kombu_wrote_is_left_to_the_consumer(publisher, settings, queue):
 )
 def test_what_is_no_nudge_stays_where_it_was(publisher, queue, settings, message):
     publisher([STEPS[0]])
-    assert publisher.take() == STEPS[0]
+    assert publisher.take([QUEUE]) == said(STEPS[0])[0]
     publisher([STEPS[1]])
     client = redis.Redis.from_url(settings.broker)
-    client.rpush("deployment.nudges", message)
+    client.rpush(QUEUE, message)
     client.close()
 
-    assert publisher.take() is None
+    assert publisher.take([QUEUE]) is None
     assert queue()[-1] == message
     assert len(queue()) == 2
 
 
 def test_nothing_is_taken_before_something_was_published_or_in_a_process_that_was_forked(publisher, queue):
-    assert publisher.take() is None
+    assert publisher.take([QUEUE]) is None
     publisher(STEPS)
 
     pid = os.fork()
     if pid == 0:
-        os._exit(0 if publisher.take() is None else 1)
+        os._exit(0 if publisher.take([QUEUE]) is None else 1)
     assert os.waitpid(pid, 0)[1] == 0
     assert len(queue()) == 2
 
@@ -99,7 +120,7 @@ def test_nothing_is_taken_before_something_was_published_or_in_a_process_that_wa
 def test_a_broker_without_lists_gives_nothing(tmp_path):
     publisher = Publisher(load(broker=f"file://{tmp_path}/broker"))
     publisher(STEPS)
-    assert publisher.take() is None
+    assert publisher.take([QUEUE]) is None
     publisher.close()
 
 
@@ -108,25 +129,25 @@ def test_a_broken_connection_gives_nothing_and_is_replaced(redis_proxy):
     publisher(STEPS)
     redis_proxy.cut()
 
-    assert publisher.take() is None
+    assert publisher.take([QUEUE]) is None
     publisher([NODE])
-    assert [publisher.take() for _ in range(3)] == [*STEPS, NODE]
+    assert [publisher.take([QUEUE]) for _ in range(3)] == said(*STEPS, NODE)
     publisher.close()
 
 
 def test_a_child_goes_on_for_a_moment_only(monkeypatch):
     ran = []
     monkeypatch.setattr(nudges, "_run", ran.append)
-    monkeypatch.setattr(process, "take", iter([*STEPS, None, NODE]).__next__)
+    monkeypatch.setattr(process, "take", iter([*said(*STEPS), None, *said(NODE)]).__next__)
 
     nudges.step(NODE.thread_id, 1)
-    assert ran == [Nudge("step", NODE.thread_id, 1), *STEPS]
+    assert ran == [Hint("step", NODE.thread_id, 1), *said(*STEPS)]
 
     monkeypatch.setattr(nudges, "_run", lambda nudge: (ran.append(nudge), time.sleep(nudges._GO_ON_SECONDS)))
     ran.clear()
     nudges.node(NODE.thread_id, 3, "part#2", 8)
     # What took longer than that moment has nobody behind it.
-    assert ran == [NODE]
+    assert ran == said(NODE)
 
 
 def test_children_run_what_waits_without_the_main_process(served):

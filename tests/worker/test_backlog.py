@@ -1,0 +1,74 @@
+"""A backlog: 100,000 threads of one tenant are due, and the broker, the workers and another tenant do not feel it."""
+
+from __future__ import annotations
+
+import time
+
+import psutil
+import pytest
+import redis
+
+import keepstep
+from tests.worker.deployment import eventually
+
+DUE = 100_000
+
+# Threads that were accepted, and whose nudges are long gone.
+_CLONE = """
+WITH seed AS (SELECT t.*, r.request_digest, r.input FROM keepstep_thread t JOIN keepstep_run r ON r.thread_id = t.id
+              WHERE t.name = 'seed'),
+     runs AS (INSERT INTO keepstep_run (id, tenant, thread_id, number, request_id, request_digest, status, input,
+                                        steps, created_at)
+              SELECT 'run' || n, 'flood', 'thread' || n, 1, 'request' || n, request_digest, 'queued', input, 0,
+                     created_at FROM seed, generate_series(1, :count) n)
+INSERT INTO keepstep_thread (id, tenant, application, agent, name, graph_version, status, seq, snapshot_seq, version,
+    queue, priority, due_at, lease_seconds, next_nudge_at, runs, queued, created_at, updated_at)
+SELECT 'thread' || n, 'flood', application, agent, 'flood' || n, graph_version, 'ready', -1, 0, 1,
+    queue, priority, due_at, lease_seconds, due_at, 1, 1, created_at, updated_at FROM seed, generate_series(1, :count) n
+"""
+
+
+@pytest.fixture
+def flooded(served):
+    """A deployment without workers, in which one tenant has 100,000 due threads."""
+    worker = served.worker()
+    served.client.start("chain", "seed", {})
+    served.client.cancel("seed")
+    worker.stop()
+    assert served.execute(_CLONE, count=DUE) == DUE
+    return served
+
+
+def test_a_flood_stays_in_its_rows_and_another_tenant_gets_through(flooded, redis_url):
+    bound = 64
+    broker = redis.Redis.from_url(redis_url)
+    queues = [f"keepstep.nudges.chain@1{suffix}" for suffix in ("", "\x06\x161", "\x06\x162")]
+    worker = flooded.worker(concurrency=2, KEEPSTEP_QUEUE_NUDGES_MAX=str(bound))
+    processes = [psutil.Process(pid) for pid in (worker.pid, *worker.children())]
+    lengths, sizes = [], []
+
+    def begun(count):
+        lengths.append(sum(broker.llen(queue) for queue in queues))
+        sizes.append(sum(process.memory_info().rss for process in processes) / 2**20)
+        return flooded.query("SELECT count(*) FROM keepstep_thread WHERE tenant = 'flood' AND seq >= 0")[0][0] >= count
+
+    eventually(lambda: begun(200), what="the flood under way")
+    with keepstep.Client(settings=flooded.settings, tenant="other", confirm=True, timeout=20) as client:
+        sent = time.monotonic()
+        client.start("chain", "a", {})
+        flooded.ended("a", seconds=20)
+        took = time.monotonic() - sent
+    warm = len(sizes)
+    eventually(lambda: begun(1200), seconds=60, what="more of the flood")
+
+    rest = flooded.query("SELECT count(*) FROM keepstep_thread WHERE tenant = 'flood' AND seq < 0")[0][0]
+    assert rest > DUE / 2, "the flood was over before anything could be seen"
+    # What waits ahead of another tenant is what the queue holds, not what is due.
+    assert took < 10
+    assert max(lengths) <= 2 * bound  # the queue and the steps that follow those that were taken
+    assert max(sizes[warm:]) - sizes[warm] < 30
+    # Nudged and not begun: as many as the queue holds, and each of them once or twice.
+    nudged = flooded.query("SELECT count(*), max(nudges) FROM keepstep_thread WHERE seq < 0 AND nudges > 0")[0]
+    assert nudged[0] <= 2 * bound
+    assert nudged[1] <= 3
+    broker.close()

@@ -509,7 +509,7 @@ def test_a_claim_whose_answer_was_lost_twice_leaves_no_lease(served, proxied_url
     with pytest.raises(DatabaseUnavailable):
         d.work(d.queue.pop(0), far)
 
-    assert d.thread.row.lease_nonce is None
+    assert d.thread.row.lease_worker is None
     assert d.drain() == "done"
 
 

@@ -34,6 +34,8 @@ class WorkerState(NamedTuple):
     release: str
     started_at: float
     alive_until: float
+    clock_skew: float | None
+    """Seconds by which its clock was ahead of the database's; None: it has not been measured yet."""
 
 
 def carried_text(graphs: Sequence[tuple[str, str]]) -> str:
@@ -57,7 +59,7 @@ _RENEW = Statement(
     lambda _dialect: (
         update(worker)
         .where(worker.c.id == param("id"))
-        .values(alive_until=db_now() + param("window"))
+        .values(alive_until=db_now() + param("window"), clock_skew=param("clock_skew"))
         .returning(db_now())
     )
 )
@@ -128,9 +130,12 @@ def register(
     return worker_id
 
 
-def renew(store: Store, worker_id: str, *, window_seconds: float) -> float | None:
-    """Say that a worker is alive; return the database's time, or None when it was given up meanwhile."""
-    rows = store.rows(_RENEW, {"id": worker_id, "window": window_seconds})
+def renew(store: Store, worker_id: str, *, window_seconds: float, clock_skew: float | None = None) -> float | None:
+    """Say that a worker is alive; return the database's time, or None when it was given up meanwhile.
+
+    `clock_skew` is what it measured from the time that its last renewal returned.
+    """
+    rows = store.rows(_RENEW, {"id": worker_id, "window": window_seconds, "clock_skew": clock_skew})
     return float(rows[0][0]) if rows else None
 
 

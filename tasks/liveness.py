@@ -35,6 +35,7 @@ class Liveness(Service):
         # gap for a window, in which the living show themselves.
         self._steady_since = self._renewed_at = time.monotonic()
         self._database_ahead: tuple[float, float] | None = None
+        self._clock_skew: float | None = None
         self.failed_seconds = min(settings.renew_seconds, 1.0)
 
     @property
@@ -47,15 +48,21 @@ class Liveness(Service):
         """Renew once."""
         try:
             with self.gate.hold():
-                asked = time.monotonic()
-                database_time = workers.renew(self._store, self._registration.worker_id, window_seconds=self._window)
-                now = time.monotonic()
+                asked, asked_at = time.monotonic(), time.time()
+                database_time = workers.renew(
+                    self._store,
+                    self._registration.worker_id,
+                    window_seconds=self._window,
+                    clock_skew=self._clock_skew,
+                )
+                now, told_at = time.monotonic(), time.time()
                 if database_time is None:
                     self._registration.register(self._store)
         except Exception:
             self._steady_since = time.monotonic()
             raise
         self._judge(asked, now, database_time)
+        self._clock_skew = None if database_time is None else _skew(database_time, asked_at, told_at)
         self._renewed_at = now
         return self._settings.renew_seconds
 
@@ -75,6 +82,11 @@ class Liveness(Service):
             log.warning("database_clock_was_set", worker_id=self._registration.worker_id)
         if database_time is None or was_set or now - self._renewed_at > self._window:
             self._steady_since = now
+
+
+def _skew(database_time: float, before: float, after: float) -> float:
+    """Return how far this clock is surely ahead of the database's (below zero: behind), which was read in between."""
+    return before - database_time if before > database_time else min(after - database_time, 0.0)
 
 
 def _apart(one: tuple[float, float], other: tuple[float, float]) -> bool:

@@ -12,7 +12,7 @@ from typing import TYPE_CHECKING
 if TYPE_CHECKING:
     from keepstep.client import Client, Receipt
     from keepstep.runtime.context import AsyncContext, Context
-    from keepstep.runtime.effects import effect
+    from keepstep.runtime.effects import NOT_DONE, effect
     from keepstep.runtime.graph import END, START, Goto, Graph, Send
     from keepstep.runtime.policy import Retry
     from keepstep.runtime.reader import Reader
@@ -26,6 +26,7 @@ _HOMES = {
     "Receipt": "keepstep.client",
     "AsyncContext": "keepstep.runtime.context",
     "Context": "keepstep.runtime.context",
+    "NOT_DONE": "keepstep.runtime.effects",
     "effect": "keepstep.runtime.effects",
     "END": "keepstep.runtime.graph",
     "START": "keepstep.runtime.graph",
@@ -42,6 +43,7 @@ _HOMES = {
 
 __all__ = [
     "END",
+    "NOT_DONE",
     "START",
     "AsyncContext",
     "Client",

@@ -16,7 +16,15 @@ import structlog
 from tenacity import RetryCallState, Retrying, retry_if_result
 
 from keepstep.crashpoints import Died
-from keepstep.errors import DatabaseUnavailable, NodeTimeout, StaleLease, StepError, ThreadBlocked
+from keepstep.errors import (
+    DatabaseUnavailable,
+    EffectPending,
+    EffectUnknown,
+    NodeTimeout,
+    StaleLease,
+    StepError,
+    ThreadBlocked,
+)
 from keepstep.runtime import planner, settlement
 from keepstep.runtime.compiled import CompiledGraph, Node
 from keepstep.runtime.context import AsyncContext, Attempt, Context, Place
@@ -156,10 +164,15 @@ def _outcome_of(error: BaseException, node_run: NodeRun, attempt: Attempt, timeo
             try:
                 attempt.journal.check_course(before="it parked")
                 attempt.journal.check_settled()
-            except ThreadBlocked as blocked:
-                return Blocked(described(blocked, node=run.node, run=run.id))
+            except (ThreadBlocked, EffectPending) as blocked:
+                return _outcome_of(blocked, node_run, attempt, timeout)
             node_run.events[:] = attempt.events
             return Waiting(error.waits)
+        case EffectPending():
+            # Nobody's failure: what may still be under way outside is given its time.
+            return Retry(error.seconds, node_run.failures, described(error, node=run.node, run=run.id))
+        case EffectUnknown():
+            return _asked_again(node_run, error)
         case ThreadBlocked():
             return Blocked(described(error, node=run.node, run=run.id))
         case DatabaseUnavailable():
@@ -170,10 +183,22 @@ def _outcome_of(error: BaseException, node_run: NodeRun, attempt: Attempt, timeo
             return _failed(node_run, NodeTimeout(message), attempt)
         case SystemExit() if type(error) is not SystemExit:  # a kind of its own is how a worker is told to stop
             raise error
-        case SystemExit():
-            return _failed(node_run, StepError("the node called sys.exit()"), attempt)
         case _:
-            return _failed(node_run, error, attempt)
+            left = StepError("the node called sys.exit()") if isinstance(error, SystemExit) else error
+            return _failed(node_run, left, attempt)
+
+
+def _asked_again(node_run: NodeRun, unknown: EffectUnknown) -> Outcome:
+    """Return what becomes of an attempt that could not tell whether an effect happened.
+
+    When only the asking failed, it is asked again as the node's retries say; nothing was called and nothing is.
+    """
+    text = described(unknown, node=node_run.run.node, run=node_run.run.id)
+    retry = node_run.node.retry
+    if unknown.asking_failed is None or not retry.allows(unknown.asking_failed, node_run.failures + 1):
+        return Blocked(text)
+    node_run.failures += 1
+    return Retry(retry.wait(node_run.failures, random.random), node_run.failures, text)
 
 
 def _prepared(runtime: Runtime, node_run: NodeRun, deadline: float) -> Attempt:

@@ -10,8 +10,7 @@ if TYPE_CHECKING:
 _OF_CODES = {
     "step_limit": "{retry} --step-limit N",
     "worker_lost": "mend what takes its worker down, then {retry}",
-    "effect_unknown": "find out whether it happened. Harmless twice: declare the effect idempotent, deploy, {retry}. "
-    "Else: {cancel}",
+    "effect_unknown": "find out whether it happened, and say so: {effects} lists it with the commands",
     "diverged": "see what the earlier attempt did ({show}). If an edit of the state led elsewhere: edit it back, "
     "{retry}. Else: {cancel}",
     "history_corrupt": "restore the stored checkpoint: nothing runs on it",
@@ -34,5 +33,6 @@ def way_out(session: Session, thread: str, status: str, error: Any) -> str | Non
     known = status == "blocked" or code == "step_limit"
     text = _OF_CODES.get(str(code)) if known else None
     return (text or _OF_STATUSES[status]).format(
-        **{verb: session.hint(f"{verb} {thread}") for verb in ("retry", "cancel", "show")}
+        effects=session.hint("effects"),
+        **{verb: session.hint(f"{verb} {thread}") for verb in ("retry", "cancel", "show")},
     )

@@ -260,6 +260,29 @@ class Client:
             expect=expect,
         )
 
+    def resolve(
+        self,
+        effect: str,
+        outcome: Literal["happened", "not_happened", "give_up"],
+        *,
+        by: str,
+        result: object = None,
+        reason: str | None = None,
+    ) -> Receipt:
+        """Say what became of an effect whose outcome is unknown; `effect` is its idempotency key.
+
+        The thread that it blocks goes on: with `result` as what the call returned (`happened`), with another call under
+        the same key (`not_happened`), or with an error for its node (`give_up`).
+        """
+        return self._send(
+            "resolve",
+            effect=effect,
+            outcome=_one_of("outcome", outcome, ("happened", "not_happened", "give_up")),
+            by=by,
+            reason=reason,
+            nullable={"result": result} if outcome == "happened" else {},
+        )
+
     def _control(self, action: str, thread: str, **fields: Any) -> Receipt:
         return self._send("control", action=action, thread=thread, application=self._application, **fields)
 

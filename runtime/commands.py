@@ -31,7 +31,7 @@ from keepstep.errors import (
 )
 from keepstep.ids import checked_name, new_id
 from keepstep.priority import NORMAL, PRIORITIES
-from keepstep.runtime import edits, stateedits
+from keepstep.runtime import edits, resolutions, stateedits
 from keepstep.runtime.children import attended
 from keepstep.runtime.codec import view
 from keepstep.runtime.compiled import CompiledGraph
@@ -103,6 +103,18 @@ class EditMessage(Protocol):
     expect: int | str | None
 
 
+class ResolveMessage(Protocol):
+    """What a person says of an effect whose outcome is unknown."""
+
+    id: str
+    tenant: str
+    effect: str
+    outcome: str
+    result: Any
+    by: str
+    reason: str | None
+
+
 class ControlMessage(Protocol):
     """pause, resume, cancel or retry."""
 
@@ -142,6 +154,7 @@ def accept(runtime: Runtime, message: Any) -> Accepted:
         "signal": _signal,
         "control": _control,
         "edit": _edit,
+        "resolve": _resolve,
     }
     handler = handlers[message.verb]
 
@@ -462,3 +475,22 @@ def _edit(runtime: Runtime, transaction: Transaction, message: EditMessage) -> A
     )
     _audit(transaction, message, found.id, "edit", message.by, edited.detail)
     return Accepted(found.id, found.run_id, nudges=edited.nudges)
+
+
+# --- resolve ---
+
+
+def _resolve(runtime: Runtime, transaction: Transaction, message: ResolveMessage) -> Accepted:
+    resolved = resolutions.resolve(
+        runtime,
+        transaction,
+        tenant=message.tenant,
+        key=message.effect,
+        outcome=message.outcome,
+        result=message.result,
+        by=message.by,
+        reason=message.reason,
+    )
+    detail = {"effect": message.effect, "outcome": message.outcome, "reason": message.reason}
+    _audit(transaction, message, resolved.thread.id, "resolve", message.by, detail)
+    return Accepted(resolved.thread.id, resolved.thread.run_id, nudges=resolved.nudges)

@@ -19,12 +19,12 @@ from dataclasses import dataclass
 from typing import Any, NamedTuple
 
 import msgspec
-from sqlalchemy import ColumnElement, Table, cast, literal, update
+from sqlalchemy import ColumnElement, Table, and_, cast, exists, literal, update
 from sqlalchemy import String as Text
 
 from keepstep.errors import StaleLease
 from keepstep.store.engine import Store
-from keepstep.store.schema import node_run, thread
+from keepstep.store.schema import node_run, thread, worker
 from keepstep.store.statements import Statement, contains, db_now, param
 
 PAUSE = "pause"
@@ -64,6 +64,16 @@ class Nudge(NamedTuple):
     priority: int
     seq: int = 0
     run: str = ""
+
+
+def is_overdue(table: Table) -> ColumnElement[bool]:
+    """The condition that a lease has outlived its deadline.
+
+    A deadline counts by the word of a worker that is seen to live: one that was cut off is given up by the sweep, and
+    after the database's clock was set forward each worker first moves its leases along (`workers.renew`).
+    """
+    holder = exists().where(worker.c.id == table.c.lease_worker, worker.c.alive_until > db_now())
+    return and_(table.c.lease_deadline <= db_now(), holder)
 
 
 def nudge_columns(table: Table) -> list[ColumnElement[Any]]:

@@ -6,6 +6,7 @@ import time
 
 import structlog
 
+from keepstep.errors import KeepstepError
 from keepstep.settings import Settings
 from keepstep.store import workers
 from keepstep.store.engine import Store
@@ -43,6 +44,14 @@ class Liveness(Service):
         """Whether this worker has renewed without a gap for one liveness window."""
         now = time.monotonic()
         return now - self._renewed_at < self._window <= now - self._steady_since
+
+    def start(self) -> None:
+        """Renew once before anybody takes a lease, so that a clock that is set from then on is noticed; then go on."""
+        try:
+            self.work()
+        except KeepstepError as error:  # it will be tried again at once
+            log.warning("not_renewed", reason=error.message)
+        super().start()
 
     def work(self) -> float:
         """Renew once."""
@@ -93,7 +102,7 @@ class Liveness(Service):
             workers.catch_up(self._store, window_seconds=self._window)
         if now - self._renewed_at > self._window:
             self._steady_since = now
-        self._database_ahead = ahead
+        self._database_ahead = ahead or self._database_ahead
         self._renewed_at = now
 
 

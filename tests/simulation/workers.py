@@ -2,11 +2,13 @@
 
 from __future__ import annotations
 
+import contextlib
 import functools
 from collections.abc import Callable, Mapping
 from typing import TYPE_CHECKING, Any
 
 from keepstep import settings
+from keepstep.errors import DatabaseUnavailable
 from keepstep.runtime.compiled import CompiledGraph
 from keepstep.runtime.environment import Runtime
 from keepstep.store import workers
@@ -162,6 +164,8 @@ class SimulatedWorker:
             _database_ahead=None,
             _clock_skew=None,
         )
+        with contextlib.suppress(DatabaseUnavailable):  # as `Liveness.start` does
+            self.liveness.work()
         self.sweeper = Sweeper.__new__(Sweeper)
         self._fill(
             self.sweeper,

@@ -34,6 +34,8 @@ _KINDS = {
     "pyamqp": "amqp",
     "memory": "memory",
 }
+SENT_AT = "sent_at"
+"""The header of a command that says when it was sent, in seconds since 1970 by its sender's clock."""
 _REPLIES_EXPIRE_SECONDS = 600
 _NUDGES_EXPIRE_SECONDS = 7 * 86400
 _NAME_LENGTH_MAX = 255  # of RabbitMQ, and of a folder's name, which the file broker quotes

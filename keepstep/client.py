@@ -217,7 +217,7 @@ class Client:
     def cancel(
         self, thread: str, *, graph: str | None = None, reason: str | None = None, by: str | None = None
     ) -> Receipt:
-        """End the run of `thread`."""
+        """End the run of `thread`, and its children."""
         return self._control("cancel", thread, graph=graph, reason=reason, by=by)
 
     def retry(
@@ -231,6 +231,34 @@ class Client:
     ) -> Receipt:
         """Let a failed, blocked or cancelled `thread` go on, with another step limit when one is given."""
         return self._control("retry", thread, graph=graph, reason=reason, by=by, step_limit=step_limit)
+
+    def edit(
+        self,
+        thread: str,
+        values: Mapping[str, Any],
+        *,
+        by: str,
+        graph: str | None = None,
+        reason: str | None = None,
+        expect: int | str | None = None,
+        id: str | None = None,  # noqa: A002  the message's word
+    ) -> Receipt:
+        """Replace `values` in the state of `thread`, in whose step nobody may be: pause it first if need be.
+
+        The step that is pending keeps what it has done and goes on from the new state. `expect` is the seq or the id of
+        the checkpoint that was looked at: another one by now, and the edit is refused. Two edits with one `id` are one.
+        """
+        return self._send(
+            "edit",
+            id=id,
+            graph=graph,
+            thread=thread,
+            application=self._application,
+            values=_object(values, "$.values"),
+            by=by,
+            reason=reason,
+            expect=expect,
+        )
 
     def _control(self, action: str, thread: str, **fields: Any) -> Receipt:
         return self._send("control", action=action, thread=thread, application=self._application, **fields)
@@ -301,6 +329,7 @@ class Client:
             content_encoding="utf-8",
             correlation_id=command_id,
             reply_to=self._replies.name,
+            headers={brokers.SENT_AT: round(time.time(), 3)},
             delivery_mode="persistent",
             confirm_timeout=max(deadline - now, 0.05),
         )

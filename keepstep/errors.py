@@ -7,6 +7,7 @@ running the same thing again can help.
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from typing import ClassVar
 
 
@@ -44,6 +45,15 @@ class UnknownGraph(InvalidInput):
     """No worker carries a graph of that name."""
 
     code = "unknown_graph"
+
+
+class NotCarried(UnknownGraph):
+    """No worker carries the thread's graph in its version."""
+
+    code = "not_carried"
+
+    elsewhere = False
+    """Whether another live worker carries it."""
 
 
 class StateError(InvalidInput):
@@ -130,6 +140,19 @@ class WrongStatus(Conflict):
     code = "wrong_status"
 
 
+class StepRunning(Conflict):
+    """The thread's step is running."""
+
+    code = "step_running"
+    retryable = True
+
+
+class StaleEdit(Conflict):
+    """The thread has moved on since its state was looked at."""
+
+    code = "stale_edit"
+
+
 # --- what happened to a step: recorded on the thread ---
 
 
@@ -156,6 +179,28 @@ class StepLimit(StepError):
     """The run reached its step limit."""
 
     code = "step_limit"
+
+
+class ChildFailed(StepError):
+    """A child that was joined did not end well.
+
+    `thread` is the child's, `status` how its run ended (`failed` or `cancelled`), `error` why: {code, message, …}.
+    """
+
+    code = "child_failed"
+
+    def __init__(
+        self,
+        message: str | None = None,
+        *,
+        thread: str = "",
+        status: str = "failed",
+        error: Mapping[str, object] | None = None,
+    ) -> None:
+        super().__init__(message)
+        self.thread = thread
+        self.status = status
+        self.error = dict(error or {})
 
 
 class EffectConflict(StepError):

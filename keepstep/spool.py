@@ -226,6 +226,11 @@ class Spool:
         """Return the number of messages that wait in `queue`."""
         return len(self._waiting(queue))
 
+    def oldest(self, queue: str) -> float | None:
+        """Return when the message that comes next in `queue` was put there (seconds since 1970), None without one."""
+        name = min(self._waiting(queue), default=None)
+        return None if name is None else int(name.partition("-")[0]) / 1e9
+
     def purge(self, queue: str) -> int:
         """Delete the messages that wait in `queue`; return their number."""
         count = 0

@@ -9,7 +9,7 @@ from __future__ import annotations
 import hashlib
 import json
 from collections.abc import Callable
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from typing import Any, Protocol
 
 import jsonschema
@@ -31,12 +31,13 @@ from keepstep.errors import (
 )
 from keepstep.ids import checked_name, new_id
 from keepstep.priority import NORMAL, PRIORITIES
-from keepstep.runtime import edits
+from keepstep.runtime import edits, stateedits
+from keepstep.runtime.children import attended
 from keepstep.runtime.codec import view
 from keepstep.runtime.compiled import CompiledGraph
 from keepstep.runtime.environment import Runtime
 from keepstep.runtime.outcome import error_text
-from keepstep.store import signals, threads, waits
+from keepstep.store import children, signals, threads, waits
 from keepstep.store.engine import Transaction
 from keepstep.store.leases import Nudge
 from keepstep.store.schema import BLOCKED, CANCELLED, ENDED, FAILED, WAITING
@@ -88,6 +89,20 @@ class SignalMessage(Protocol):
     payload: Any
 
 
+class EditMessage(Protocol):
+    """A change of a thread's state by a person."""
+
+    id: str
+    tenant: str
+    application: str
+    graph: str | None
+    thread: str
+    values: Any
+    by: str
+    reason: str | None
+    expect: int | str | None
+
+
 class ControlMessage(Protocol):
     """pause, resume, cancel or retry."""
 
@@ -118,13 +133,15 @@ def accept(runtime: Runtime, message: Any) -> Accepted:
     """Apply a command; return what was accepted, after its commit.
 
     Raises the typed error that its sender is to get: `UnknownGraph`, `StateError`, `NotFound`, `Ambiguous`,
-    `Conflict` and its kinds; then nothing was written. Raises `DatabaseUnavailable` when nothing is known yet.
+    `Conflict` and its kinds; then nothing was written. Raises `DatabaseUnavailable` when nothing is known yet, and
+    `NotCarried` when another worker may be able to accept it.
     """
     handlers: dict[str, Callable[[Runtime, Transaction, Any], Accepted]] = {
         "start": _start,
         "decide": _decide,
         "signal": _signal,
         "control": _control,
+        "edit": _edit,
     }
     handler = handlers[message.verb]
 
@@ -143,10 +160,13 @@ def accept(runtime: Runtime, message: Any) -> Accepted:
 
     for _ in range(_RACES_MAX):
         try:
-            return runtime.store.patiently(once, seconds=_PATIENCE_SECONDS)
+            accepted = runtime.store.patiently(once, seconds=_PATIENCE_SECONDS)
+            break
         except DuplicateRow:
             continue  # the same command, or one for the same new thread, came in elsewhere: now it is there to be found
-    return once()
+    else:
+        accepted = once()
+    return replace(accepted, nudges=attended(runtime, accepted.nudges))
 
 
 def _run_of(transaction: Transaction, message: Any) -> str | None:
@@ -369,7 +389,7 @@ def _signal(runtime: Runtime, transaction: Transaction, message: SignalMessage) 
     return Accepted(found.id, nudges=[nudge] if nudge else [])
 
 
-def _one_thread(transaction: Transaction, message: SignalMessage | ControlMessage) -> ThreadState:
+def _one_thread(transaction: Transaction, message: SignalMessage | ControlMessage | EditMessage) -> ThreadState:
     """Return the one thread that a message means, by name or id, locked."""
     graph, name = message.graph, message.thread
     found = [
@@ -404,7 +424,7 @@ def _control(_runtime: Runtime, transaction: Transaction, message: ControlMessag
         case "cancel":
             _refuse_ended(found, "cancelled", but=(FAILED,))
             text = error_text({"code": "cancelled", "message": message.reason or "cancelled", "by": message.by})
-            threads.cancel(transaction, found, text)
+            nudges = threads.cancel(transaction, found, text)
         case _:
             nudges = _retry(transaction, found, message)
     _audit(transaction, message, found.id, message.action, message.by or "operator", {"reason": message.reason})
@@ -423,6 +443,9 @@ def _retry(transaction: Transaction, found: ThreadState, message: ControlMessage
         was = "failed" if found.status == FAILED else "was cancelled"
         text = f"thread {found.name!r} {was} before its run began: start it again, with input that fits"
         raise WrongStatus(text)
+    if found.status == CANCELLED and children.went_along(transaction, found.id, found.run_id or ""):
+        text = f"thread {found.name!r} was cancelled with its children, whose ends stand: start it again"
+        raise WrongStatus(text)
     return threads.retry(transaction, found, message.step_limit)
 
 
@@ -430,3 +453,15 @@ def _refuse_ended(found: ThreadState, what: str, *, but: tuple[str, ...] = ()) -
     if found.status in ENDED and found.status not in but:
         text = f"thread {found.name!r} is {found.status} and cannot be {what}"
         raise WrongStatus(text)
+
+
+# --- edit ---
+
+
+def _edit(runtime: Runtime, transaction: Transaction, message: EditMessage) -> Accepted:
+    found = _one_thread(transaction, message)
+    edited = stateedits.edit(
+        runtime, transaction, found, message.values, by=message.by, reason=message.reason, expect=message.expect
+    )
+    _audit(transaction, message, found.id, "edit", message.by, edited.detail)
+    return Accepted(found.id, found.run_id, nudges=edited.nudges)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
+import difflib
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from typing import Any, Final
 
@@ -97,6 +98,19 @@ class StateSchema:
         self._refuse("the input", problems)
         return _copies(update)
 
+    def edited(self, channels: Mapping[str, Any], given: object) -> Channels:
+        """Return the channels with an operator's values in them: each replaces the key's whole value, past reducers.
+
+        `given` is as JSON carries it. Raises `StateError` naming the path of everything that does not fit, unknown keys
+        with those that are spelled almost alike.
+        """
+        values = self._named(given, "the edit")
+        problems: list[str] = []
+        for name, value in values.items():
+            values[name] = attempt(self.keys[name].fit, value, f"$.{name}", problems)
+        self._refuse("the edit", problems)
+        return {**channels, **_copies(values)}
+
     def defaults(self, present: Mapping[str, Any]) -> Channels:
         """Return fresh defaults of the keys that `present` has not; raise `StateError` naming keys that have none."""
         made: Channels = {}
@@ -109,12 +123,12 @@ class StateSchema:
             made[name] = key.default()
         return made
 
-    def _named(self, given: object) -> Channels:
+    def _named(self, given: object, what: str = "the input") -> Channels:
         """Return an input's values by key name; refuse what is no mapping and keys that the type does not have."""
         if given is None:
             return {}
         if not isinstance(given, Mapping):
-            message = f"the input must be a mapping or {self.name}, not {type(given).__name__}"
+            message = f"{what} must be a mapping or {self.name}, not {type(given).__name__}"
             raise StateError(message)
         values: Channels = {}
         problems = []
@@ -122,13 +136,19 @@ class StateSchema:
             name: Any = self._aliases.get(given_name, given_name)
             key = self.keys.get(name)
             if key is None:
-                problems.append(f"$.{given_name}: unknown key (known: {', '.join(self.keys)})")
+                known = f"known: {', '.join(self.keys)}"
+                problems.append(f"$.{given_name}: unknown key ({known}){self._near(given_name)}")
             elif not key.settable:
                 problems.append(f"$.{given_name}: the type computes this key itself")
             else:
                 values[name] = value
-        self._refuse("the input", problems)
+        self._refuse(what, problems)
         return values
+
+    def _near(self, name: object) -> str:
+        """Ask whether a key was meant that is spelled almost like this one."""
+        near = difflib.get_close_matches(str(name), [*self.keys, *self._aliases], n=2)
+        return f"; did you mean {' or '.join(map(repr, near))}?" if near else ""
 
     def _built(self, values: Channels) -> Channels:
         """Return the channels of an instance made of `values`, through the type's own validation."""

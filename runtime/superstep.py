@@ -27,7 +27,7 @@ from keepstep.errors import (
     ThreadBlocked,
     WorkerLost,
 )
-from keepstep.runtime import planner
+from keepstep.runtime import children, planner
 from keepstep.runtime.compiled import CompiledGraph
 from keepstep.runtime.environment import Runtime
 from keepstep.runtime.execution import NodeRun, execute, of_state
@@ -84,9 +84,9 @@ def run_step(runtime: Runtime, thread_id: str, version: int) -> bool:
         leases.give_back(runtime.store, claim.fence.thread_id, claim.fence.nonce)
         raise
     reach("after_commit", at)
-    runtime.publish(nudges)
+    runtime.publish(children.attended(runtime, nudges))
     reach("after_nudge", at)
-    if not nudges:
+    if all(nudge.kind == "child" for nudge in nudges):
         runtime.publish(runtime.next_within(claim.scopes))
     return True
 
@@ -99,8 +99,6 @@ def _step(runtime: Runtime, claim: Claim) -> list[Nudge]:
         if isinstance(begun, list):
             return begun
         claim, head = begun
-        if head.cursor.finished:
-            return [_next(claim, claim.thread.version)]
     limit = _step_limit(runtime, claim, graph)
     if claim.thread.run_steps >= limit:
         raise _limit_reached(limit)
@@ -108,7 +106,7 @@ def _step(runtime: Runtime, claim: Claim) -> list[Nudge]:
     step = head.cursor.key or _key(claim.fence)
     runs = planner.due(graph, head.cursor, head.channels)
     if claim.thread.fanned:
-        return _join(runtime, claim, graph, head, runs)
+        return _join(runtime, claim, graph, head, step, runs)
     _check_deaths(runtime, claim, [run.id for run in runs])
     if len(runs) > 1:
         return _fan_out(runtime, claim, graph, step, runs)
@@ -127,7 +125,7 @@ def _begin_run(
 ) -> tuple[Claim, Head] | list[Nudge]:
     """Commit the next queued run's input as a checkpoint and keep the lease for its first step.
 
-    Returns the nudge of the run behind it instead when the input does not fit.
+    Returns the nudges that follow instead when the run ends here: it has nothing to do, or its input does not fit.
     """
     queued = checkpoints.next_run(runtime.store, claim.thread.id)
     if queued is None:
@@ -155,6 +153,8 @@ def _begin_run(
         runtime, claim, graph, head, channels, cursor, kind="input", keep_lease=not cursor.finished
     )
     reach("after_begin", claim.thread.name)
+    if cursor.finished:
+        return [_next(claim, committed.version), *committed.told]
     fence = claim.fence
     claim = Claim(
         Fence(fence.thread_id, fence.nonce, fence.branch, fence.seq + 1),
@@ -343,7 +343,9 @@ def _failures_before(runtime: Runtime, claim: Claim, graph: CompiledGraph) -> Se
     return next((run.failures for run in planner.due(graph, cursor, {}) if run.id == claim.fence.run), ())
 
 
-def _join(runtime: Runtime, claim: Claim, graph: CompiledGraph, head: Head, runs: Sequence[DueRun]) -> list[Nudge]:
+def _join(
+    runtime: Runtime, claim: Claim, graph: CompiledGraph, head: Head, step: str, runs: Sequence[DueRun]
+) -> list[Nudge]:
     """Every node run has ended: put their pending writes together, or say which of them cannot go on."""
     rows = outcomes.node_runs(runtime.store, claim.thread.id, claim.fence.branch, claim.fence.seq)
     for status in (BLOCKED, FAILED):
@@ -360,7 +362,6 @@ def _join(runtime: Runtime, claim: Claim, graph: CompiledGraph, head: Head, runs
         raise StepError(message)
     ran = [_ran(row.run, row.starts, 0) for row in rows]
     seconds = max(runtime.timeout(graph.node_at(run.node)) for run in runs)
-    step = _key(claim.fence)
     return _advance(runtime, claim, graph, head, results, ran=ran, events=(), step=step, seconds=seconds)
 
 
@@ -439,8 +440,8 @@ def _advance(
         waits_of=step if claim.attempt.starts > 1 else None,
     )
     if committed.status != READY or committed.control == leases.PAUSE:
-        return []
-    return [_next(claim, committed.version)]
+        return [*committed.told]
+    return [_next(claim, committed.version), *committed.told]
 
 
 def _next(claim: Claim, version: int) -> Nudge:

@@ -16,9 +16,10 @@ from sqlalchemy.sql.base import Executable
 
 from keepstep.crashpoints import armed, reach
 from keepstep.errors import DatabaseUnavailable, StaleLease
+from keepstep.store import children
 from keepstep.store.claims import CHECKPOINT_COLUMNS, CheckpointRow, checkpoint_row
 from keepstep.store.engine import Store, Transaction
-from keepstep.store.leases import Fence, fence_params, fenced
+from keepstep.store.leases import Fence, Nudge, fence_params, fenced
 from keepstep.store.routines import Routine
 from keepstep.store.schema import DONE, FAILED, QUEUED, READY, RUNNING, checkpoint, event, run, signal, thread, wait
 from keepstep.store.statements import Statement, db_now, param
@@ -71,8 +72,11 @@ class Committed(NamedTuple):
     status: str
     control: str
     queued: int
+    told: tuple[Nudge, ...] = ()
+    """That the parent of a run that has ended be told."""
 
 
+_OF_THREAD = ("version", "status", "control", "queued")
 _VALUES = ("seq", "id", "parent_id", "tenant", "run_id", "kind", "change", "snapshot", "cursor", "meta", "digest")
 
 
@@ -118,7 +122,7 @@ def _head_update() -> Any:
         .returning(
             thread.c.id,
             thread.c.branch,
-            *(thread.c[name] for name in Committed._fields),
+            *(thread.c[name] for name in _OF_THREAD),
         )
     )
 
@@ -137,7 +141,7 @@ def _commit(dialect: str) -> Executable:
         )
         .cte("written")
     )
-    return select(*(moved.c[name] for name in Committed._fields), moved.c.branch).add_cte(written)
+    return select(*(moved.c[name] for name in _OF_THREAD), moved.c.branch).add_cte(written)
 
 
 _COMMIT = Routine(
@@ -168,6 +172,7 @@ _RUN_ENDS = Statement(
         update(run)
         .where(run.c.id == param("run_id"))
         .values(status=param("status"), error=param("error"), steps=param("run_steps"), ended_at=db_now())
+        .returning(run.c.spawned)
     )
 )
 _INSERT_EVENT = Statement(
@@ -185,7 +190,12 @@ _EVENTS_OF_RUN = Statement(
     lambda _dialect: (
         select(func.count())
         .select_from(event)
-        .where(event.c.thread_id == param("thread_id"), event.c.seq == param("seq"), event.c.run == param("run"))
+        .where(
+            event.c.thread_id == param("thread_id"),
+            event.c.seq >= param("first"),
+            event.c.seq <= param("seq"),
+            event.c.run == param("run"),
+        )
     )
 )
 _SETTLE_WAITS = Statement(
@@ -300,18 +310,29 @@ def _commit_with_company(store: Store, fence: Fence, new: NewCheckpoint, params:
             committed = Committed(*row[:4])
         else:
             committed = Committed(*row[2:6])
-            transaction.run(_INSERT_CHECKPOINT, {**params, "thread_id": fence.thread_id, "branch": fence.branch})
+            insert_checkpoint(transaction, fence.thread_id, fence.branch, new)
         run_params = {"run_id": new.run_id, "status": new.status, "error": new.error, "run_steps": new.run_steps}
         if new.begins_run:
             transaction.run(_RUN_BEGINS, run_params)
         if new.status != READY:
-            transaction.run(_RUN_ENDS, run_params)
+            ended = transaction.row(_RUN_ENDS, run_params)
+            if ended is not None and ended[0]:
+                told = children.end(
+                    transaction, new.run_id, new.status, error=new.error, branch=fence.branch, seq=new.seq
+                )
+                committed = committed._replace(told=tuple(told))
         if new.signals_of:
             transaction.run(_SETTLE_WAITS, {"thread_id": fence.thread_id, "step": new.signals_of})
             transaction.run(_DROP_SIGNALS, {"thread_id": fence.thread_id})
         insert_events(transaction, fence, new.tenant, new.run_id, new.events)
         reach("inside_commit", f"{new.kind}/{new.seq}")
     return committed
+
+
+def insert_checkpoint(transaction: Transaction, thread_id: str, branch: int, new: NewCheckpoint) -> None:
+    """Write a checkpoint's row; making it the thread's head is the caller's."""
+    values = {name: getattr(new, name) for name in (*_VALUES, "parent_digest")}
+    transaction.run(_INSERT_CHECKPOINT, {**values, "thread_id": thread_id, "branch": branch})
 
 
 def insert_events(
@@ -332,9 +353,13 @@ def insert_events(
         )
 
 
-def events_published(store: Store, thread_id: str, seq: int, run: str) -> int:
-    """Return how many events a node run has published in the step that will write checkpoint `seq`."""
-    return int(store.rows(_EVENTS_OF_RUN, {"thread_id": thread_id, "seq": seq, "run": run})[0][0])
+def events_published(store: Store, thread_id: str, step: str, seq: int, run: str) -> int:
+    """Return how many events a node run has published in the step of a key that will write checkpoint `seq`.
+
+    The key ends with the seq that the step began under; between the two there are edits of the state and nothing else.
+    """
+    first = int(step.rpartition("/")[2])
+    return int(store.rows(_EVENTS_OF_RUN, {"thread_id": thread_id, "first": first, "seq": seq, "run": run})[0][0])
 
 
 def next_run(store: Store, thread_id: str) -> QueuedRun | None:
@@ -354,4 +379,14 @@ def history(store: Store, thread_id: str, branch: int) -> list[tuple[CheckpointR
     return [(checkpoint_row(row[:-1]), row[-1]) for row in rows]
 
 
-__all__ = ["Committed", "NewCheckpoint", "NewEvent", "QueuedRun", "commit", "history", "insert_events", "next_run"]
+__all__ = [
+    "Committed",
+    "NewCheckpoint",
+    "NewEvent",
+    "QueuedRun",
+    "commit",
+    "history",
+    "insert_checkpoint",
+    "insert_events",
+    "next_run",
+]

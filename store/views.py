@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from typing import NamedTuple
 
-from sqlalchemy import Integer, Text, and_, case, cast, func, or_, select
+from sqlalchemy import Text, cast, func, or_, select
 
 from keepstep.store.claims import CHECKPOINT_COLUMNS, CheckpointRow, checkpoint_row
 from keepstep.store.engine import Store
@@ -13,6 +13,7 @@ from keepstep.store.schema import (
     approval,
     audit,
     checkpoint,
+    child,
     decision,
     effect,
     event,
@@ -149,6 +150,8 @@ class WaitView(NamedTuple):
     status: str
     approval_id: str | None
     signal_name: str | None
+    child: str | None
+    """The name of the child's thread."""
     due_at: float | None
     created_at: float
     answered_at: float | None
@@ -245,7 +248,8 @@ _EFFECTS = Statement(
 )
 _WAITS = Statement(
     lambda _dialect: (
-        select(*(wait.c[name] for name in WaitView._fields))
+        select(*(child.c.name.label("child") if name == "child" else wait.c[name] for name in WaitView._fields))
+        .select_from(wait.outerjoin(child, child.c.run_id == wait.c.child_run))
         .where(wait.c.thread_id == param("thread_id"))
         .order_by(wait.c.created_at, wait.c.step, wait.c.run, wait.c.occurrence)
     )
@@ -312,7 +316,6 @@ _NEXT_DUE_NODE = Statement(
         node_run.c.thread_id == param("thread_id"), node_run.c.status == READY
     )
 )
-_overdue = and_(thread.c.status == READY, thread.c.control == "", thread.c.due_at <= db_now() - param("overdue"))
 _COUNTS = Statement(
     lambda _dialect: (
         select(
@@ -320,7 +323,6 @@ _COUNTS = Statement(
             thread.c.agent,
             thread.c.graph_version,
             func.count(),
-            func.sum(cast(case((and_(_overdue, thread.c.lease_nonce.is_(None)), 1), else_=0), Integer)),
         )
         .where(thread.c.tenant == param("tenant"))
         .group_by(thread.c.status, thread.c.agent, thread.c.graph_version)
@@ -419,10 +421,10 @@ def next_due(store: Store, thread_id: str) -> float | None:
     return min(times) if times else None
 
 
-def counts(store: Store, tenant: str, *, overdue_seconds: float) -> list[tuple[str, str, str, int, int]]:
-    """Return (status, graph, version, threads, threads overdue in nobody's hands) of a tenant."""
-    rows = store.rows(_COUNTS, {"tenant": tenant, "overdue": overdue_seconds})
-    return [(row[0], row[1], row[2], int(row[3]), int(row[4] or 0)) for row in rows]
+def counts(store: Store, tenant: str) -> list[tuple[str, str, str, int]]:
+    """Return (status, graph, version, threads) of a tenant."""
+    rows = store.rows(_COUNTS, {"tenant": tenant})
+    return [(row[0], row[1], row[2], int(row[3])) for row in rows]
 
 
 def now(store: Store) -> float:

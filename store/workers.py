@@ -35,6 +35,8 @@ class WorkerState(NamedTuple):
     release: str
     started_at: float
     alive_until: float
+    clock_skew: float | None
+    """Seconds by which its clock was ahead of the database's; None: it has not been measured yet."""
 
 
 def carried_text(graphs: Sequence[tuple[str, str]]) -> str:
@@ -58,7 +60,7 @@ _RENEW = Statement(
     lambda _dialect: (
         update(worker)
         .where(worker.c.id == param("id"))
-        .values(alive_until=db_now() + param("window"))
+        .values(alive_until=db_now() + param("window"), clock_skew=param("clock_skew"))
         .returning(db_now())
     )
 )
@@ -176,16 +178,22 @@ def register(
 
 
 def renew(
-    store: Store, worker_id: str, *, window_seconds: float, clock_was_set: Callable[[float], float] | None = None
+    store: Store,
+    worker_id: str,
+    *,
+    window_seconds: float,
+    clock_skew: float | None = None,
+    clock_was_set: Callable[[float], float] | None = None,
 ) -> float | None:
     """Say that a worker is alive; return the database's time, or None when it was given up meanwhile.
 
+    `clock_skew` is what it measured from the time that its last renewal returned.
     `clock_was_set` says from the database's time by how many seconds that was set since the last renewal, 0 if it was
     not. The deadlines of the worker's leases are then set by as much, in the same transaction: nobody finds this worker
     alive and its leases run out.
     """
     with store.transaction() as transaction:
-        row = transaction.row(_RENEW, {"id": worker_id, "window": window_seconds})
+        row = transaction.row(_RENEW, {"id": worker_id, "window": window_seconds, "clock_skew": clock_skew})
         if row is None:
             return None
         database_time = float(row[0])

@@ -2,20 +2,23 @@
 
 They come over a connection of their own, so that they have acknowledgements and nudges do not. What cannot be read is
 rejected with a line in the log and, where it says whom to tell, a refusal; it never stops the worker. While the
-database is away a command goes back to the queue, where another worker may find it.
+database is away a command goes back to the queue, where another worker may find it. So does one that needs a graph
+which this worker does not carry, after a pause in which others are taken in, and with a count of how often it has been
+put back: it must not go round for ever.
 """
 
 from __future__ import annotations
 
 import json
-from typing import Any
+import time
+from typing import Any, NamedTuple
 
 import structlog
 from kombu import Connection, Consumer, Producer
 
 from keepstep import broker
 from keepstep.crashpoints import reach
-from keepstep.errors import InvalidInput, KeepstepError, Unavailable
+from keepstep.errors import InvalidInput, KeepstepError, NotCarried, Unavailable
 from keepstep.runtime import commands
 from keepstep.runtime.environment import Runtime
 from keepstep.settings import Settings
@@ -29,6 +32,20 @@ _PREFETCH = 10
 _LOOK_SECONDS = 1.0
 _BACKOFF_SECONDS_MAX = 5.0
 _ID_LENGTH_MAX = 200
+_PUT_BACK = "keepstep-put-back"
+_PUT_BACK_SECONDS = 1.0
+_PUT_BACK_MAX = 60
+"""How often a command is put back while a live worker carries the graph that it needs."""
+_PUT_BACK_ALONE_MAX = 3
+"""How often while none does: one may be starting."""
+
+
+class _Held(NamedTuple):
+    """A command that another worker is to have, in a moment."""
+
+    message: Any
+    due_at: float
+    times: int
 
 
 class Commands(Service):
@@ -42,6 +59,7 @@ class Commands(Service):
         self._runtime = runtime
         self._producer: Producer | None = None
         self._backoff_seconds = 0.0
+        self._held: list[_Held] = []
 
     def work(self) -> float:
         """Consume until told to stop or the connection breaks."""
@@ -57,6 +75,7 @@ class Commands(Service):
                     self._drain(connection)
         finally:
             self._producer = None
+            self._held.clear()  # not acknowledged: the broker delivers them again
         return 0.0
 
     def finish(self) -> None:
@@ -65,12 +84,19 @@ class Commands(Service):
 
     def _drain(self, connection: Connection) -> None:
         while not self.stopping:
+            due_at = min((held.due_at for held in self._held), default=float("inf"))
+            seconds = max(0.01, min(_LOOK_SECONDS, due_at - time.monotonic()))
             try:
-                connection.drain_events(timeout=_LOOK_SECONDS)
+                connection.drain_events(timeout=seconds)
             except TimeoutError:
-                continue
-            if self._backoff_seconds:
+                seconds = 0.0
+            if self._held:
+                with self.gate.hold():
+                    self._put_back()
+            if seconds and self._backoff_seconds:
                 self.pause(self._backoff_seconds)
+        for held in self._held:
+            held.message.requeue()
 
     def _received(self, message: Any) -> None:
         if self.stopping:
@@ -85,6 +111,8 @@ class Commands(Service):
         try:
             command = messages.parse(body, size_max=self._settings.message_bytes_max)
             accepted = commands.accept(self._runtime, command)
+        except NotCarried as error:
+            self._hold(message, body, error)
         except InvalidInput as error:
             self._refuse(message, body, error)
         except Unavailable as error:
@@ -105,6 +133,37 @@ class Commands(Service):
             self._reply(message, command.id, reply)
             message.ack()
 
+    def _hold(self, message: Any, body: bytes, error: NotCarried) -> None:
+        """Keep a command for a moment, then leave it to a worker that carries what it needs; refuse it in the end."""
+        self._backoff_seconds = 0.0
+        times = _times_put_back(message)
+        if times >= (_PUT_BACK_MAX if error.elsewhere else _PUT_BACK_ALONE_MAX):
+            self._refuse(message, body, error)
+            return
+        log.info("command_left_to_others", command_id=_id_of(message, body), times=times + 1, reason=error.message)
+        self._held.append(_Held(message, time.monotonic() + _PUT_BACK_SECONDS, times + 1))
+
+    def _put_back(self) -> None:
+        """Publish what was kept long enough again, with its count, behind what waits; then acknowledge it."""
+        now = time.monotonic()
+        for held in [held for held in self._held if held.due_at <= now]:
+            self._held.remove(held)
+            if self._producer is None:
+                return
+            properties = held.message.properties
+            self._producer.publish(
+                held.message.body,
+                exchange="",
+                routing_key=broker.commands_name(self._settings.queue),
+                content_type=held.message.content_type or "application/json",
+                content_encoding=held.message.content_encoding or "utf-8",
+                correlation_id=properties.get("correlation_id"),
+                reply_to=properties.get("reply_to"),
+                headers={**_sent_at(held.message), _PUT_BACK: held.times},
+                delivery_mode="persistent",
+            )
+            held.message.ack()
+
     def _refuse(self, message: Any, body: bytes, error: KeepstepError) -> None:
         self._backoff_seconds = 0.0
         command_id = _id_of(message, body)
@@ -122,6 +181,18 @@ class Commands(Service):
             )
         except Exception as error:  # noqa: BLE001  what was accepted stays so; a sender without a reply asks again
             log.warning("reply_failed", command_id=command_id, **told(error))
+
+
+def _sent_at(message: Any) -> dict[str, float]:
+    """Return the header that says when a command was sent, if its sender said so."""
+    found = (message.headers or {}).get(broker.SENT_AT)
+    return {broker.SENT_AT: float(found)} if isinstance(found, int | float) else {}
+
+
+def _times_put_back(message: Any) -> int:
+    """Return how often workers have left a command to others."""
+    found = (message.headers or {}).get(_PUT_BACK)
+    return found if type(found) is int and found >= 0 else _PUT_BACK_MAX if found is not None else 0
 
 
 def _id_of(message: Any, body: bytes) -> str:

@@ -35,6 +35,7 @@ class Liveness(Service):
         # gap for a window, in which the living show themselves.
         self._steady_since = self._renewed_at = time.monotonic()
         self._database_ahead: tuple[float, float] | None = None
+        self._clock_skew: float | None = None
         self.failed_seconds = min(settings.renew_seconds, 1.0)
 
     @property
@@ -58,7 +59,7 @@ class Liveness(Service):
         self._store.dispose()
 
     def _renew(self) -> None:
-        asked = time.monotonic()
+        asked, asked_at = time.monotonic(), time.time()
         ahead: tuple[float, float] | None = None
         set_by = 0.0
 
@@ -73,8 +74,14 @@ class Liveness(Service):
             return set_by
 
         worker_id = self._registration.worker_id
-        database_time = workers.renew(self._store, worker_id, window_seconds=self._window, clock_was_set=clock_was_set)
-        now = time.monotonic()
+        database_time = workers.renew(
+            self._store,
+            worker_id,
+            window_seconds=self._window,
+            clock_skew=self._clock_skew,
+            clock_was_set=clock_was_set,
+        )
+        now, told_at = time.monotonic(), time.time()
         if database_time is None:
             self._steady_since = now
             self._registration.register(self._store)
@@ -86,6 +93,7 @@ class Liveness(Service):
         if now - self._renewed_at > self._window:
             self._steady_since = now
         self._database_ahead = ahead
+        self._clock_skew = None if database_time is None else _skew(database_time, asked_at, told_at)
         self._renewed_at = now
 
 
@@ -94,3 +102,8 @@ def _moved(before: tuple[float, float] | None, now: tuple[float, float]) -> floa
     if before is None or max(before[0], now[0]) - min(before[1], now[1]) <= _CLOCK_SLACK_SECONDS:
         return 0.0
     return now[1] - before[0] if now[0] > before[1] else now[0] - before[1]
+
+
+def _skew(database_time: float, before: float, after: float) -> float:
+    """Return how far this clock is surely ahead of the database's (below zero: behind), which was read in between."""
+    return before - database_time if before > database_time else min(after - database_time, 0.0)

@@ -10,7 +10,16 @@ import json
 import math
 from typing import Annotated, Any, Literal, NoReturn, Self
 
-from pydantic import AfterValidator, BaseModel, ConfigDict, Field, StringConstraints, ValidationError, model_validator
+from pydantic import (
+    AfterValidator,
+    BaseModel,
+    ConfigDict,
+    Field,
+    PlainValidator,
+    StringConstraints,
+    ValidationError,
+    model_validator,
+)
 from pydantic_core import PydanticCustomError
 
 from keepstep.errors import InvalidMessage, KeepstepError, NotStorable, TooLarge, UnsupportedVersion
@@ -31,6 +40,19 @@ Name = Annotated[str, StringConstraints(min_length=1, max_length=200), AfterVali
 """1 to 200 printable characters."""
 Text = Annotated[str, StringConstraints(max_length=10_000)]
 """Up to 10,000 characters for people to read."""
+
+
+def _seq_or_id(value: object) -> int | str:
+    if type(value) is int and value >= 0:
+        return value
+    if isinstance(value, str) and 0 < len(value) <= 200 and value.isprintable():  # noqa: PLR2004  as in Name
+        return value
+    kind, text = "seq_or_id", "Input should be a checkpoint's seq (a whole number) or its id"
+    raise PydanticCustomError(kind, text)
+
+
+SeqOrId = Annotated[int | str, PlainValidator(_seq_or_id, json_schema_input_type=int | str)]
+"""A checkpoint by its seq or by its id."""
 
 
 class Message(BaseModel):
@@ -132,6 +154,27 @@ class Control(Message):
         return self
 
 
+class Edit(Message):
+    """Replace values in a thread's state, between two steps. Each is the key's whole new value, past any reducer."""
+
+    verb: Literal["edit"] = Field(description="Always `edit`.")
+    application: Name = Field("default", description="The application that the thread belongs to.")
+    graph: Name | None = Field(
+        None, description="The graph's name; needed when threads of several graphs share the name."
+    )
+    thread: Name = Field(description="The thread's name.")
+    values: dict[str, Any] = Field(
+        min_length=1, description="State keys and their new values: checked against the graph's state schema."
+    )
+    by: Name = Field(description="Who edits; it stands in the history and in the audit.")
+    reason: Text | None = Field(None, description="Why, for people.")
+    expect: SeqOrId | None = Field(
+        None,
+        description="The seq or the id of the checkpoint that was looked at: the edit is refused when the thread has "
+        "another one by now.",
+    )
+
+
 class ErrorPart(BaseModel):
     """Why a command was refused."""
 
@@ -157,12 +200,13 @@ class Reply(BaseModel):
     error: ErrorPart | None = Field(None, description="With `refused`: why.")
 
 
-Command = Start | Decide | SignalMessage | Control
-_MODELS: dict[str, type[Start | Decide | SignalMessage | Control]] = {
+Command = Start | Decide | SignalMessage | Control | Edit
+_MODELS: dict[str, type[Command]] = {
     "start": Start,
     "decide": Decide,
     "signal": SignalMessage,
     "control": Control,
+    "edit": Edit,
 }
 
 
@@ -292,6 +336,7 @@ says so. Every command has an id and is idempotent, so a sender that got no repl
 | `delivery_mode` | 2 (persistent) |
 | `correlation_id` | the command's id |
 | `reply_to` | the queue for the reply, or missing for none; its name starts with `<prefix>.replies.` |
+| `headers` | `sent_at`, or missing: when it was sent (seconds since 1970), by which `keepstep doctor` tells its age |
 
 The sender makes its reply queue: durable, with `x-expires` 600000 (ten minutes). On RabbitMQ the queue of commands is a
 quorum queue whose arguments are the deployment's, so others publish to it without declaring it. On Redis and the file
@@ -308,6 +353,13 @@ _EXAMPLES: dict[str, dict[str, Any]] = {
     "decide": {"approval": "01jdz8k3v5w0c9q2m7r4t6y8xa", "verdict": "approve", "by": "anna@example.com"},
     "signal": {"graph": "refunds", "thread": "order-81", "name": "goods_returned", "payload": {"parcel": "P-7"}},
     "control": {"graph": "refunds", "thread": "order-81", "action": "pause", "reason": "Under review"},
+    "edit": {
+        "graph": "refunds",
+        "thread": "order-81",
+        "values": {"amount": "10.00"},
+        "by": "anna@example.com",
+        "expect": 3,
+    },
 }
 _EXAMPLE_ID = "01jdz8jzmt3n5e7p9a1s4d6f8g"
 

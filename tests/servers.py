@@ -236,6 +236,7 @@ class _Link:
         if trap == "request":
             return False
         self._reply_is_lost = self._reply_is_lost or trap == "reply"
+        time.sleep(self._proxy.delay_seconds)
         self._server.sendall(data)
         return True
 
@@ -274,6 +275,8 @@ class Proxy:
         self.lost = threading.Event()
         self.open_gate = threading.Event()
         self.open_gate.set()
+        self.delay_seconds = 0.0
+        """How much later every request reaches the server."""
         self.port = free_port()
         self._listener: socket.socket | None = None
         self._acceptor: threading.Thread | None = None

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+from collections.abc import Sequence
 from typing import Annotated, Literal
 
 import typer
@@ -88,7 +89,7 @@ def _count(text: str) -> int | None:
     return int(text)
 
 
-def _list(session: Session, found: list[tuple[str, str, int]], taken: dict[str, int]) -> None:
+def _list(session: Session, found: Sequence[tuple[str, str, int]], taken: dict[str, int]) -> None:
     rows = [(kind, name, most, taken.get(f"{kind} {name}", 0)) for kind, name, most in found]
     if session.as_json:
         names = ("kind", "name", "running_max", "running")

@@ -11,11 +11,13 @@ from typing import TYPE_CHECKING, Annotated
 import typer
 
 from keepstep.cli.command import command
-from keepstep.cli.control import GraphName, ThreadName
+from keepstep.cli.control import By, GraphName, Reason, ThreadName
+from keepstep.cli.edit import edit
 from keepstep.cli.session import Session
+from keepstep.errors import InvalidInput
 
 if TYPE_CHECKING:
-    from keepstep.runtime.reader import Reader, Thread
+    from keepstep.runtime.reader import Checkpoint, Reader, Thread
 
 PANEL = "Look"
 _ASKING_MAX = 10_000
@@ -150,7 +152,7 @@ def history(
         [
             (
                 str(each.seq),
-                records.counted(node["run"] for node in each.nodes) or f"({each.kind})",
+                records.counted(node["run"] for node in each.nodes) or f"({each.kind}{_by(each)})",
                 ", ".join(each.changed) or "-",
                 records.counted(each.next) or "(end)",
                 local(each.at) or "",
@@ -161,14 +163,21 @@ def history(
     )
 
 
+def _by(checkpoint: Checkpoint) -> str:
+    by = checkpoint.meta.get("edit", {}).get("by")
+    return f" by {by}" if by else ""
+
+
 @command(
     "state",
     panel=PANEL,
     reads=True,
+    sends=True,
     example="""\
 keepstep state order-81
 keepstep state order-81 --at 3
-keepstep state order-81 --at 2027-03-01T12:00""",
+keepstep state order-81 --at 2027-03-01T12:00
+keepstep state order-81 --set amount=10.00 --set 'tags=["checked"]' --by anna --reason 'A typing error'""",
 )
 def state(
     session: Session,
@@ -183,11 +192,36 @@ def state(
             help="At a checkpoint (its seq or id), or at a time (ISO 8601; of this machine's zone when it names none).",
         ),
     ] = None,
+    pairs: Annotated[
+        list[str] | None,
+        typer.Option("--set", metavar="KEY=VALUE", help="Give a key another value (written as for start); repeatable."),
+    ] = None,
+    expect: Annotated[
+        str | None,
+        typer.Option(
+            "--expect",
+            metavar="SEQ|ID",
+            help="With --set: the checkpoint that you looked at. Without it the one this command finds.",
+        ),
+    ] = None,
+    reason: Reason = None,
+    by: By = None,
 ) -> None:
-    """Print a thread's state: now, or as it was.
+    """Print a thread's state, now or as it was; or edit it, with --set.
 
-    With --json, what JSON cannot carry exactly is tagged: {"$": "int", "v": "9007199254740993"}.
+    An edit is checked against the graph's state and becomes a checkpoint of its own, in your name. What the pending
+    step has done stays done, and it goes on from the new state. It is refused while a step runs: pause the thread
+    first. With --json, what JSON cannot carry exactly is tagged: {"$": "int", "v": "9007199254740993"}.
     """
+    if pairs:
+        if at is not None:
+            message = "--set and --at exclude each other: the past is not edited"
+            raise InvalidInput(message)
+        edit(session, thread, graph, pairs, expect=expect, reason=reason, by=by)
+        return
+    if expect is not None or reason is not None or by is not None:
+        message = "--expect, --reason and --by belong to --set KEY=VALUE"
+        raise InvalidInput(message)
     moment = None if at is None else _moment(at)
     with session.reader() as reader:
         found = reader.get(thread, graph=graph)

@@ -78,13 +78,15 @@ def an_object(text: str, what: str) -> dict[str, Any]:
     return value
 
 
-def from_pairs(pairs: Sequence[str]) -> dict[str, Any]:
-    """Return the object that `key=value` arguments say."""
+def from_pairs(
+    pairs: Sequence[str], how: str = "an input is written key=value (or give the whole input: --input '{…}')"
+) -> dict[str, Any]:
+    """Return the object that `key=value` arguments say; `how` one is written is told when one is not."""
     found: dict[str, Any] = {}
     for pair in pairs:
         key, separator, value = pair.partition("=")
         if not separator or not key:
-            message = f"{pair!r}: an input is written key=value (or give the whole input: --input '{{…}}')"
+            message = f"{pair!r}: {how}"
             raise InvalidInput(message)
         if key in found:
             message = f"{key!r} is given twice"

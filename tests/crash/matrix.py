@@ -10,6 +10,7 @@ HISTORY: tuple[tuple[str, dict[str, int]], ...] = (
     ("step", {"price": 1}),
     ("step", {"fare": 1}),
     ("step", {"seat#0": 1, "seat#1": 1, "seat#2": 1}),
+    ("edit", {}),
     ("step", {"captain": 2}),
     ("step", {"tide": 2}),
     ("step", {"night": 2}),
@@ -95,13 +96,13 @@ OF_CHILDREN = (
     Death("before_commit", "/0", "nothing; the run begins again"),
     Death("before_commit", "/1", _AGAIN, {"price": 2}, {"price": 2}),
     Death("before_commit", "/3", "nothing; the node runs are joined again, and none is run again"),
-    Death("before_commit", "/4", _AGAIN, {"captain": 3}, {"captain": 3}),
+    Death("before_commit", "/5", _AGAIN, {"captain": 3}, {"captain": 3}),
     Death("inside_commit", "input/0", "nothing; the run begins again"),
     Death("inside_commit", "step/2", _AGAIN, {"fare": 2}, {"fare": 2}),
-    Death("inside_commit", "step/7", _AGAIN, {"toll": 2}, {"toll": 2}),
+    Death("inside_commit", "step/8", _AGAIN, {"toll": 2}, {"toll": 2}),
     Death("after_commit", "/0", _NEXT),
     Death("after_commit", "/2", _NEXT),
-    Death("after_commit", "/7", "nothing; the run has ended"),
+    Death("after_commit", "/8", "nothing; the run has ended"),
     Death("after_nudge", "/2", "nothing; the next step is in the queue"),
 )
 """Where a pool child dies."""
@@ -112,15 +113,42 @@ _DUPLICATE = "nothing; the command is sent again and found applied; the sweep fi
 OF_MAIN_PROCESS = (
     *(
         Death("inside_command", verb, _REPLAY, of_main_process=True)
-        for verb in ("start", "control", "decide", "signal")
+        for verb in ("start", "control", "edit", "decide", "signal")
     ),
     *(
         Death("after_command", verb, _DUPLICATE, of_main_process=True)
-        for verb in ("start", "control", "decide", "signal")
+        for verb in ("start", "control", "edit", "decide", "signal")
     ),
     Death("after_sweep", "", "nothing; another sweep finds the same, a little later", of_main_process=True),
 )
 """Where a worker's main process dies under a voyage."""
+
+OF_FAMILIES = (
+    Death("before_spawn", ".boat", _AGAIN, {"launch": 3}, {"launch": 3}),
+    Death(
+        "after_spawn",
+        ".boat",
+        "the node's body is entered again; the child is found, and started",
+        {"launch": 3},
+        {"launch": 3},
+    ),
+    Death(
+        "after_child_start",
+        ".boat",
+        "the node's body is entered again; the child is found",
+        {"launch": 3},
+        {"launch": 3},
+    ),
+    Death("before_deliver", ".boat", "nothing; the sweep tells the parent"),
+    Death("after_deliver", ".boat", "nothing; the sweep finds the parent"),
+)
+"""Where a pool child dies under a parent or its child."""
+
+OF_CANCELS = (
+    Death("before_child_cancel", ".boat", "nothing; the sweep cancels the child", of_main_process=True),
+    Death("after_child_cancel", ".boat", "nothing; the sweep cancels the child's children", of_main_process=True),
+)
+"""Where a worker's main process dies while a parent is cancelled."""
 
 REGISTERED = Death("after_register", "", "nothing; the row lapses and is removed", of_main_process=True)
 """Where a worker dies before it takes any work."""
@@ -128,4 +156,4 @@ REGISTERED = Death("after_register", "", "nothing; the row lapses and is removed
 ADMITTED = Death("after_admission", "", "nothing; another worker nudges them, a little later", of_main_process=True)
 """Where a worker dies that found a thread whose nudge was lost."""
 
-DEATHS = (*OF_CHILDREN, *OF_MAIN_PROCESS, REGISTERED, ADMITTED)
+DEATHS = (*OF_CHILDREN, *OF_MAIN_PROCESS, *OF_FAMILIES, *OF_CANCELS, REGISTERED, ADMITTED)

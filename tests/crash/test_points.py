@@ -20,7 +20,7 @@ LOG = [
     *("price of {0}", "fare of {0}", "seat0 of {0}", "seat1 of {0}", "seat2 of {0}"),
     *("rules of {0}", "approve", "cabin of {0}", "high", "slept", "toll of {0}"),
 ]
-COMMANDS = {"start": 1, "pause": 1, "resume": 1, "decide": 1, "signal": 1}
+COMMANDS = {"start": 1, "pause": 1, "edit": 1, "resume": 1, "decide": 1, "signal": 1}
 
 
 def begin(crew, thread):
@@ -33,6 +33,7 @@ def sail(crew, thread):
     begin(crew, thread)
     approval = open_wait(crew, thread, "approval")
     client.pause(thread, graph="voyage")
+    client.edit(thread, {"seats": 5}, by="anna", graph="voyage")
     client.resume(thread, graph="voyage")
     client.approve(approval, by="anna")
     open_wait(crew, thread, "signal")
@@ -57,7 +58,7 @@ def check_voyage(crew, thread, death):
     deployment = crew.deployment
     starts = [(kind, {run: death.starts.get(run, times) for run, times in runs.items()}) for kind, runs in HISTORY]
     assert evidence.history(deployment, thread) == starts
-    assert evidence.state(deployment, thread) == {"log": [line.format(thread) for line in LOG]}
+    assert evidence.state(deployment, thread) == {"log": [line.format(thread) for line in LOG], "seats": 5}
     check_outside(crew, thread, {**ENTERED, **death.entered}, {**CALLS, **death.calls})
     assert {call.split(":")[1]: done for call, done in evidence.journal(deployment, thread).items()} == dict.fromkeys(
         CALLS, ("done", 1)
@@ -161,6 +162,7 @@ def test_a_worker_dies_when_it_has_let_in_what_is_due(crew):
     begin(crew, thread)
     approval = open_wait(crew, thread, "approval")
     client.pause(thread, graph="voyage")
+    client.edit(thread, {"seats": 5}, by="anna", graph="voyage")
     client.approve(approval, by="anna")
     crew.arm("after_admission")
     # Due, and its nudge was lost: nobody but admission knows of it.

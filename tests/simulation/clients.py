@@ -7,7 +7,7 @@ from types import SimpleNamespace
 from typing import TYPE_CHECKING, Any
 
 from keepstep.runtime.codec import view
-from tests.simulation.agents import GRAPHS, Planned
+from tests.simulation.agents import CHILD, GRAPHS, Planned
 from tests.simulation.broker import Command
 
 if TYPE_CHECKING:
@@ -18,6 +18,7 @@ _DEFAULTS: dict[str, dict[str, Any]] = {
     "decide": {"arguments": None, "answer": None, "comment": None},
     "signal": {"graph": None, "application": "default", "key": None},
     "control": {"graph": None, "application": "default", "by": "operator", "reason": None, "step_limit": None},
+    "edit": {"graph": None, "application": "default", "by": "operator", "reason": None, "expect": None},
 }
 _TROUBLES = {
     "chain": ("fail", "refuse", "poison", "slow"),
@@ -27,7 +28,10 @@ _TROUBLES = {
     "waiting": ("fail", "refuse", "poison"),
     "deadline": ("poison",),
     "nested": ("refuse", "poison"),
+    "lead": ("fail", "refuse", "poison"),
 }
+_OF_CHILDREN = {".a": ("fail", "poison", "slow"), ".b": ("fail", "refuse", "poison"), ".b.c": ("fail", "slow")}
+"""Troubles of the children of a run, by what their tags end in."""
 _WAITED_FOR = """
 SELECT t.name, w.signal_name, w.signal_key FROM keepstep_wait w JOIN keepstep_thread t ON t.id = w.thread_id
 WHERE w.kind = 'signal' AND w.status = 'open' ORDER BY w.created_at, w.run, w.occurrence
@@ -48,14 +52,22 @@ class Clients:
     def _plan(self) -> list[Planned]:
         random, planned = self._random, []
         for number in range(random.choice((1, 1, 2, 3))):
-            graph = random.choice((*GRAPHS, "fan", "parallel"))
+            graph = random.choice((*GRAPHS, "fan", "parallel", "lead", "lead"))
             for again in range(random.choice((1, 1, 1, 2))):
                 tag = f"t{number}r{again}"
                 planned.append(Planned(f"thread{number}", graph, tag, random.randrange(8 if graph == "loop" else 6)))
                 for trouble in _TROUBLES[graph]:
                     if random.random() < 0.25:
                         self._world.outside.trouble[f"{trouble} {tag}"] = random.randrange(1, 5)
+                if graph == "lead":
+                    self._trouble_children(tag)
         return planned
+
+    def _trouble_children(self, tag: str) -> None:
+        for ending, troubles in _OF_CHILDREN.items():
+            for trouble in troubles:
+                if self._random.random() < 0.25:
+                    self._world.outside.trouble[f"{trouble} {tag}{ending}"] = self._random.randrange(1, 5)
 
     # --- acts ---------------------------------------------------------------------------------------------------------
 
@@ -71,8 +83,10 @@ class Clients:
             self._signal_something()
         elif draw < 0.85:
             self._send_again(random.choice(self.sent))
-        else:
+        elif draw < 0.92:
             self._control_something()
+        else:
+            self.edit_something()
 
     def start(self, run: Planned) -> None:
         """Ask for a run, and now and then twice under one request, or for another under the same."""
@@ -138,6 +152,8 @@ class Clients:
             if control == "pause":
                 self._send("control", thread=thread, graph=graph, action="resume")
             helps = '"effect_unknown"' not in (error or "") or not self._world.unknown(thread_id)
+            if status in {"failed", "blocked"} and self._random.random() < 0.3:
+                self._edit(thread, graph)
             if status == "failed" or (status == "blocked" and helps):
                 self._send("control", thread=thread, graph=graph, action="retry", step_limit=30)
 
@@ -163,8 +179,35 @@ class Clients:
 
     def _control_something(self) -> None:
         run = self._random.choice(self.planned)
-        action = self._random.choices(("pause", "resume", "retry", "cancel"), (4, 4, 4, 1))[0]
-        self._send("control", thread=run.thread, action=action, step_limit=None)
+        thread = run.thread
+        children = self._world.store.query("SELECT name FROM keepstep_child ORDER BY created_at, name")
+        if children and self._random.random() < 0.5:
+            ((thread,),) = self._random.choices(children)
+        family = children or run.graph == "lead"
+        action = self._random.choices(("pause", "resume", "retry", "cancel"), (4, 4, 4, 5 if family else 1))[0]
+        self._send("control", thread=thread, action=action, step_limit=None)
+
+    def edit_something(self) -> None:
+        """Edit the state of a thread: rightly, or what is not there, or what was looked at some time ago."""
+        random = self._random
+        rows = self._world.store.query("SELECT name, agent, seq, checkpoint_id FROM keepstep_thread ORDER BY name")
+        if not rows:
+            return
+        thread, graph, seq, checkpoint = random.choice(rows)
+        draw = random.random()
+        if draw < 0.1:
+            self._send("edit", thread=thread, graph=graph, values={"editde": "1"})
+        elif draw < 0.4:
+            self._edit(thread, graph, expect=random.choice((seq, checkpoint, max(seq - 1, 0))))
+        else:
+            self._edit(thread, graph)
+        if draw > 0.8:  # as a person does who is told to
+            for action in ("pause", "resume"):
+                self._send("control", thread=thread, graph=graph, action=action)
+
+    def _edit(self, thread: str, graph: str, expect: int | str | None = None) -> None:
+        values = {"edited": f"edit {len(self.sent)}"}
+        self._send("edit", thread=thread, graph=graph, values=values, expect=expect)
 
     # --- sending ------------------------------------------------------------------------------------------------------
 
@@ -173,7 +216,9 @@ class Clients:
         command = Command(SimpleNamespace(**message))
         self.sent.append(command)
         told = {
-            name: value for name, value in fields.items() if name in {"thread", "approval", "verdict", "action", "name"}
+            name: value
+            for name, value in fields.items()
+            if name in {"thread", "approval", "verdict", "action", "name", "values"}
         }
         self._world.note(f"sent {message['id']}: {verb} {told}")
         self._world.broker.send(command)
@@ -184,7 +229,9 @@ class Clients:
     # --- what came of it ----------------------------------------------------------------------------------------------
 
     def verdict(self, question: str) -> str:
-        """Return what was decided on a question."""
+        """Return what was decided on a question, or how a child ended (see `agents.CHILD`)."""
+        if question.startswith(CHILD):
+            return self._ended(question.removeprefix(CHILD)) or "?"
         found = [
             status
             for status, stored in self._world.store.query("SELECT status, question FROM keepstep_approval")
@@ -193,3 +240,12 @@ class Clients:
         self._world.require(len(found) == 1, "a question was not asked exactly once", f"{question}: {found}")
         verdicts = {"approved": "approve", "rejected": "reject", "answered": "answer"}
         return verdicts.get(found[0], found[0])
+
+    def _ended(self, tag: str) -> str | None:
+        found = [
+            status
+            for status, given in self._world.store.query("SELECT status, input FROM keepstep_child")
+            if view(given)["tag"] == tag
+        ]
+        self._world.require(len(found) <= 1, "a child was spawned twice", f"{tag}: {found}")
+        return found[0] if found else None

@@ -16,7 +16,17 @@ from tests.simulation.scenario import Report, simulate
 
 _CHUNK_SEEDS = 25
 _SHOWN_MAX = 5
-_TOLD = ("events", "deliveries", "commands", "crashes", "zombies", "fenced off", "workers lost", "database failures")
+_TOLD = (
+    "events",
+    "deliveries",
+    "commands",
+    "crashes",
+    "zombies",
+    "fenced off",
+    "workers lost",
+    "database failures",
+    "edits",
+)
 KNOWN = Path(__file__).with_name("seeds.txt")
 
 

@@ -36,6 +36,7 @@ _DEFAULTS: dict[str, dict[str, Any]] = {
     "decide": {"arguments": None, "answer": None, "comment": None, "by": "anna"},
     "signal": {"application": "default", "graph": None, "payload": None, "key": None},
     "control": {"application": "default", "graph": None, "by": None, "reason": None, "step_limit": None},
+    "edit": {"application": "default", "graph": None, "by": "anna", "reason": None, "expect": None},
 }
 
 
@@ -124,6 +125,10 @@ class Deployment:
     def control(self, action: str, **fields: Any) -> Accepted:
         """pause, resume, cancel or retry the thread."""
         return self.send("control", **{"thread": self.name, "action": action, **fields})
+
+    def edit(self, values: Any, **fields: Any) -> Accepted:
+        """Replace values in the thread's state."""
+        return self.send("edit", **{"thread": self.name, "values": values, **fields})
 
     # --- the queue --------------------------------------------------------------------------------------------------
 

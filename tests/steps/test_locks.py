@@ -12,6 +12,7 @@ import pytest
 import sqlalchemy
 
 from keepstep import END, START, Graph, Send, append
+from keepstep.errors import StepRunning
 from keepstep.runtime import commands
 from keepstep.store import effects, outcomes, workers
 
@@ -275,3 +276,115 @@ def test_the_join_and_a_cancel_take_their_locks_in_one_order(served, monkeypatch
     assert d.thread.status == "cancelled"
     # Neither was a deadlock's victim that had to begin again.
     assert (cancels["cancel"], finishes["insert_events"]) == (1, 1)
+
+
+# --- edits of a state ---
+
+
+def chain_of(body, *, fanned):
+    """As `graph_of`, behind a step that is committed before the body is due."""
+    graph = Graph("locks", state=Log, fan_out=fanned)
+    graph.node(lambda _state, _ctx: {"log": ["first"]}, name="first")
+    graph.node(body, name="body")
+    graph.edge(START, "first")
+    if fanned:
+        graph.route("first", lambda _state: ["body", "beside"], to=["body", "beside"])
+        graph.node(lambda _state, _ctx: {}, name="beside")
+        graph.edge("beside", END)
+    else:
+        graph.edge("first", "body")
+    graph.edge("body", END)
+    return graph
+
+
+def due(d, *, fanned):
+    """Start the thread; return the nudge of the body, which nobody has claimed."""
+    d.start()
+    d.work(d.queue.pop(0))
+    if fanned:
+        d.work(d.queue.pop(0))
+    nudge = d.queue.pop(0)
+    d.queue.clear()
+    return nudge
+
+
+@pytest.mark.parametrize("fanned", [False, True], ids=["thread", "node run"])
+def test_a_claim_in_the_middle_of_an_edit_has_come_too_late(served, monkeypatch, fanned):
+    d = served(chain_of(lambda state, _ctx: {"log": [f"after {state['log']}"]}, fanned=fanned))
+    nudge, person = due(d, fanned=fanned), d.worker_of(pid=2)
+    worked = []
+    rival = Rival(d, lambda: worked.append(d.work(nudge)))
+    middle = (commands.stateedits.stateedits, "write") if fanned else (commands.stateedits.stateedits, "head")
+    in_the_middle(monkeypatch, *middle, rival.comes)
+
+    d.edit({"log": ["edited"]}, worker=person)
+
+    rival.ended()
+    assert (rival.overtook, worked) == (False, [False])
+    assert d.drain() == "done"
+    assert d.values()["log"] == ["edited", "after ['edited']"]
+
+
+@pytest.mark.parametrize("table", ["thread", "node_run"])
+def test_an_edit_in_the_middle_of_a_claim_finds_its_lease(served, table):
+    fanned = table == "node_run"
+    d = served(chain_of(lambda _state, _ctx: {"log": ["body"]}, fanned=fanned))
+    due(d, fanned=fanned)
+    before = d.dump()
+    refused = []
+
+    def edit():
+        with pytest.raises(StepRunning) as caught:
+            d.edit({"log": ["edited"]}, worker=person)
+        refused.append(caught.value.message)
+
+    person = d.worker_of(pid=2)
+    rival = Rival(d, edit)
+    with d.store.engine.connect() as connection:
+        connection.exec_driver_sql("BEGIN")
+        connection.exec_driver_sql(
+            f"UPDATE keepstep_{table} SET lease_nonce = 'n', lease_deadline = extract(epoch FROM now()) + 60"
+        )
+        rival.comes()
+        connection.exec_driver_sql("COMMIT")
+
+    rival.ended()
+    assert rival.overtook is False
+    assert ("node run 'body' is running (and 1 others)" if fanned else "its step is running") in refused[0]
+    d.execute(f"UPDATE keepstep_{table} SET lease_nonce = NULL, lease_deadline = NULL")
+    assert d.dump() == before
+
+
+@pytest.mark.parametrize("fanned", [False, True], ids=["thread", "node run"])
+def test_a_decision_in_the_middle_of_an_edit_wakes_what_was_moved(served, monkeypatch, fanned):
+    d = served(chain_of(lambda _state, ctx: {"log": [ctx.approve("Go?").verdict]}, fanned=fanned))
+    due(d, fanned=fanned)
+    d.queue += d.control("resume").nudges
+    assert d.drain() == "waiting"
+    person, approval = d.worker_of(pid=2), d.approvals()[0].id
+    rival = Rival(d, lambda: d.decide(approval=approval))
+    in_the_middle(monkeypatch, commands.stateedits.stateedits, "write", rival.comes)
+
+    d.edit({"log": ["edited"]}, worker=person)
+
+    rival.ended()
+    assert rival.overtook is False
+    assert d.drain() == "done"
+    assert d.values()["log"] == ["edited", "approve"]
+
+
+@pytest.mark.parametrize("fanned", [False, True], ids=["thread", "node run"])
+def test_an_edit_while_the_step_parks_moves_its_waits(served, monkeypatch, fanned):
+    d = served(chain_of(lambda _state, ctx: {"log": [ctx.wait_signal("go").payload]}, fanned=fanned))
+    nudge, person = due(d, fanned=fanned), d.worker_of(pid=2)
+    rival = Rival(d, lambda: d.edit({"log": ["edited"]}, worker=person))
+    in_the_middle(monkeypatch, outcomes, "take_signal", rival.comes)
+
+    d.work(nudge)
+
+    rival.ended()
+    assert rival.overtook is False
+    d.drain()
+    d.signal("go", 1)
+    assert d.drain() == "done"
+    assert d.values()["log"] == ["edited", 1]

@@ -243,6 +243,9 @@ def test_threads_are_steered(laptop):
     queued = laptop.begin("start", "held", "h", "--wait")
     assert queued.stderr.readline().split() == ["accepted", "held/h"]
 
+    assert laptop.ask("state", "h", "--set", "count=1", code=2)["error"]["message"].endswith(
+        "keepstep pause h, then this again, then keepstep resume h"
+    )
     assert laptop.type("pause", "h", "--reason", "a look first") == "h is paused\n"
     assert laptop.ask("show", "h")["thread"]["paused"] is True
     assert laptop.type("resume", "h") == "h is resumed\n"
@@ -258,6 +261,25 @@ def test_threads_are_steered(laptop):
     assert laptop.ask("retry", "h", code=2)["error"]["code"] == "wrong_status"
     assert laptop.ask("signal", "nobody", "s", code=2)["error"]["code"] == "not_found"
     (laptop.folder / "release").touch()
+    a_state_is_edited(laptop)
+
+
+def a_state_is_edited(laptop):
+    laptop.type("start", "refunds", "e", "order_id=81", "amount=12.50", "parts=1")
+    asked = laptop.approval("e")
+    looked_at = laptop.ask("show", "e")["thread"]["checkpoint"]
+
+    edit = ("state", "e", "--set", "order_id=82", "--set", "amount=10.00", "--by", "anna", "--reason", "a typing error")
+    assert laptop.type(*edit) == "e edited by anna: order_id 81 → 82, amount 12.50 → 10.00\n"
+    assert laptop.ask("state", "e")["state"]["amount"] == {"$": "decimal", "v": "10.00"}
+    assert "(edit by anna)" in laptop.type("history", "e")
+    assert "edit (amount, order_id)" in laptop.type("show", "e")
+    stale = laptop.ask(*edit, "--expect", looked_at, code=2)["error"]
+    assert stale["code"] == "stale_edit"
+    assert stale["message"].endswith("look at its state again, then edit that: keepstep state e")
+    assert "$.amuont: unknown key" in laptop.type("state", "e", "--set", "amuont=1", code=2)
+    # What was asked stays asked.
+    assert laptop.ask("approvals")["approvals"][0]["id"] == asked["id"]
 
 
 def test_a_failure_says_what_and_what_to_do(laptop):

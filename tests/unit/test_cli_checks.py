@@ -7,18 +7,19 @@ import socket
 from contextlib import closing
 from pathlib import Path
 
+import kombu
 import psycopg2
 import pytest
 
-from keepstep import __version__
+from keepstep import __version__, broker
 from keepstep.cli.program import run
 from keepstep.store import workers
 from keepstep.store.engine import Store
 from tests.servers import free_port
-from tests.unit.test_cli_program import fill
 
 
 def examined(capsys, *arguments, code):
+    capsys.readouterr()
     assert run(["doctor", *arguments, "--json"]) == code
     document = json.loads(capsys.readouterr().out)
     assert document["healthy"] is (code == 0)
@@ -27,14 +28,6 @@ def examined(capsys, *arguments, code):
 
 def found(checks, what, level):
     return [(text, way_out) for each, name, text, way_out in checks if (name, each) == (what, level)]
-
-
-def registered(url, *graphs, release=__version__, window=60.0):
-    store = Store.open(url)
-    workers.register(
-        store, host="box", pid=7, concurrency=4, graphs=list(graphs), release=release, window_seconds=window
-    )
-    store.dispose()
 
 
 def test_a_machine_where_nothing_was_done_yet_is_healthy(capsys):
@@ -137,7 +130,7 @@ def test_a_broker_that_cannot_be_reached_is_a_problem(capsys, sqlite_url):
 
 
 def test_a_broker_that_says_nothing_is_given_up(capsys, sqlite_url, monkeypatch):
-    monkeypatch.setattr("keepstep.cli.checks._BROKER_SECONDS", 0.3)
+    monkeypatch.setattr("keepstep.cli.brokerchecks._BROKER_SECONDS", 0.3)
     with closing(socket.create_server(("127.0.0.1", 0))) as silent:
         url = f"redis://127.0.0.1:{silent.getsockname()[1]}/0"
         [(text, _)] = found(examined(capsys, "--database", sqlite_url, "--broker", url, code=1), "broker", "problem")
@@ -164,54 +157,51 @@ def test_commands_that_nobody_takes_are_a_problem(capsys, sqlite_url, kind, requ
     ]
 
 
-# --- workers and threads ----------------------------------------------------------------------------------------------
+def test_a_slow_broker_is_a_warning(capsys, sqlite_url, redis_proxy, monkeypatch):
+    monkeypatch.setattr("keepstep.cli.brokerchecks._SLOW_SECONDS", 0.1)
+    redis_proxy.delay_seconds = 0.11
+    url = f"redis://127.0.0.1:{redis_proxy.port}/0"
+    checks = examined(capsys, "--database", sqlite_url, "--broker", url, code=0)
+    [(text, way_out)] = found(checks, "broker", "warning")
+    assert text.startswith(f"{url}: slow: it takes 1")
+    assert text.endswith(" ms to say how long a queue is")
+    assert way_out.startswith("look at its load")
+    assert found(checks, "broker", "problem") == []
 
 
-def test_live_workers_and_what_they_carry_are_listed(capsys, store_url):
-    registered(store_url, ("refunds", "1"), ("audits", "2"))
-    registered(store_url, ("refunds", "1"), release="0.0.1")
-    checks = examined(capsys, "--database", store_url, code=0)
-    assert found(checks, "worker", "ok") == [
-        (f"box, pid 7, 4 at once: refunds 1, audits 2 (release {__version__})", None)
-    ]
-    assert found(checks, "worker", "warning") == [
-        (
-            "box, pid 7, 4 at once: refunds 1 (release 0.0.1)",
-            f"this is release {__version__}: run one release everywhere",
-        )
-    ]
-
-
-def test_due_threads_of_a_graph_that_nobody_carries_are_a_problem(capsys, store_url):
-    fill(store_url, 2)
-    registered(store_url, ("other", "1"))
-    checks = examined(capsys, "--database", store_url, code=1)
-    assert found(checks, "threads", "ok") == [("2 ready (tenant default)", None)]
-    [(text, way_out)] = found(checks, "graphs", "problem")
-    assert text == "2 ready of idle version 1, which no live worker carries"
-    assert way_out.startswith("run a worker with the module that defines it")
-
-
-def test_due_threads_that_nobody_takes_are_a_problem(capsys, store_url, monkeypatch):
-    monkeypatch.setenv("KEEPSTEP_RENEW_SECONDS", "0.0001")
-    monkeypatch.setenv("KEEPSTEP_LIVENESS_WINDOW_SECONDS", "0.0002")
-    monkeypatch.setenv("KEEPSTEP_SWEEP_SECONDS", "0.0001")
-    fill(store_url, 2)
-    registered(store_url, ("idle", "1"))
-    [(text, _)] = found(examined(capsys, "--database", store_url, code=1), "threads", "problem")
-    assert text.startswith("2 of idle version 1 have been due for over 0 s in nobody's hands")
-
-
-def test_blocked_threads_are_a_warning(capsys, sqlite_url):
-    fill(sqlite_url, 1)
-    registered(sqlite_url, ("idle", "1"))
+@pytest.mark.parametrize("kind", ["file", "redis"])
+def test_commands_that_live_workers_do_not_take_are_a_problem(capsys, sqlite_url, kind, request, monkeypatch):
+    url = f"file://{Path('broker').absolute()}" if kind == "file" else request.getfixturevalue("redis_url")
     store = Store.open(sqlite_url)
-    with store.engine.begin() as connection:
-        connection.exec_driver_sql("UPDATE keepstep_thread SET status = 'blocked'")
+    fleet = {"host": "box", "pid": 7, "concurrency": 1, "release": __version__, "window_seconds": 60.0}
+    workers.register(store, graphs=[("idle", "1")], **fleet)
     store.dispose()
-    [(text, way_out)] = found(examined(capsys, "--database", sqlite_url, code=0), "threads", "warning")
-    assert text == "1 blocked: each needs an operator"
-    assert way_out == (
-        f"keepstep --database {sqlite_url} threads --status blocked; keepstep --database {sqlite_url} show THREAD "
-        "says the way out of each"
-    )
+    for number in range(2):
+        assert run(["pause", f"t{number}", "--broker", url, "--no-confirm"]) == 0
+    capsys.readouterr()
+    checks = examined(capsys, "--database", sqlite_url, "--broker", url, code=0)
+    [(text, _)] = found(checks, "broker", "ok")
+    assert "commands 2 (the oldest for " in text
+
+    monkeypatch.setattr("keepstep.cli.fleetchecks._COMMANDS_SECONDS", 0.0)
+    checks = examined(capsys, "--database", sqlite_url, "--broker", url, code=1)
+    [(text, way_out)] = found(checks, "workers", "problem")
+    assert text.startswith("commands wait in the queue (2, the oldest for ")
+    assert text.endswith("), and no live worker takes them")
+    assert "the same KEEPSTEP_BROKER" in way_out
+
+
+@pytest.mark.parametrize("kind", ["file", "redis"])
+def test_the_nudges_of_every_priority_are_counted(capsys, sqlite_url, kind, request):
+    url = f"file://{Path('broker').absolute()}" if kind == "file" else request.getfixturevalue("redis_url")
+    store = Store.open(sqlite_url)
+    fleet = {"host": "box", "pid": 7, "concurrency": 1, "release": __version__, "window_seconds": 60.0}
+    workers.register(store, graphs=[("idle", "1"), ("busy", "2")], **fleet)
+    store.dispose()
+    with broker.connection(url, commands=False) as connection:
+        for graph, priority in (("idle@1", 0), ("busy@2", 0), ("busy@2", 2)):
+            queue = broker.nudges_queue(url, "keepstep", graph)
+            kombu.Producer(connection).publish({}, routing_key=queue.name, declare=[queue], priority=priority)
+    checks = examined(capsys, "--database", sqlite_url, "--broker", url, code=0)
+    [(text, _)] = found(checks, "broker", "ok")
+    assert text.endswith("nudges 3")

@@ -157,6 +157,10 @@ sys.exit(code)
         (["start", "g", "t", "--timeout", "3"], 2, "--timeout belongs to --wait"),
         (["start", "g", "t", "--wait", "--no-confirm"], 2, "exclude each other"),
         (["start", "g", "two\nlines"], 2, "thread must be 1 to 200 printable characters"),
+        (["state", "t", "--set", "a"], 2, "an edit is written --set key=value"),
+        (["state", "t", "--set", "a=1", "--at", "3"], 2, "--set and --at exclude each other"),
+        (["state", "t", "--by", "anna"], 2, "belong to --set"),
+        (["state", "t", "--expect", "3"], 2, "belong to --set"),
         (["approve", "x", "--arguments", "1"], 2, "--arguments: an object is needed"),
         (["start", "g", "t", "--broker", "kafka://x"], 2, "'kafka' is not a broker"),
         (["threads", "--database", "mysql://x/y"], 2, "'mysql' is not supported"),
@@ -350,6 +354,32 @@ def test_ctrl_c_while_nobody_answers(tmp_path):
         (
             ["retry", "t", "-g", "g", "--step-limit", "40", "--by", "anna"],
             {"verb": "control", "action": "retry", "thread": "t", "graph": "g", "step_limit": 40, "by": "anna"},
+        ),
+        (
+            ["state", "t", "--set", "a=[1]", "--set", "b=1.50", "--by", "anna"],
+            {"verb": "edit", "thread": "t", "values": {"a": [1], "b": "1.50"}, "by": "anna"},
+        ),
+        (
+            ["state", "t", "-g", "g", "--set", "a=null", "--by", "anna", "--reason", "why", "--expect", "3"],
+            {
+                "verb": "edit",
+                "thread": "t",
+                "graph": "g",
+                "values": {"a": None},
+                "by": "anna",
+                "reason": "why",
+                "expect": 3,
+            },
+        ),
+        (
+            ["state", "t", "--set", "a=1", "--by", "anna", "--expect", "01jdz8k3v5w0c9q2m7r4t6y8xa"],
+            {
+                "verb": "edit",
+                "thread": "t",
+                "values": {"a": "1"},
+                "by": "anna",
+                "expect": "01jdz8k3v5w0c9q2m7r4t6y8xa",
+            },
         ),
     ],
 )

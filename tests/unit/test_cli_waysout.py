@@ -28,11 +28,23 @@ OPERATING = Path(__file__).parents[2] / "docs" / "operating.md"
                 "keepstep retry T. Else: keepstep cancel T"
             ),
         ),
-        ("blocked", "diverged", "see what the earlier attempt did (keepstep show T), then keepstep cancel T"),
+        (
+            "blocked",
+            "diverged",
+            (
+                "see what the earlier attempt did (keepstep show T). If an edit of the state led elsewhere: edit it "
+                "back, keepstep retry T. Else: keepstep cancel T"
+            ),
+        ),
         ("blocked", "history_corrupt", "restore the stored checkpoint: nothing runs on it"),
         ("blocked", "worker_lost", "mend what takes its worker down, then keepstep retry T"),
         ("blocked", "unheard_of", "look at it (keepstep show T), then keepstep retry T or keepstep cancel T"),
         ("failed", "step_limit", "keepstep retry T --step-limit N"),
+        (
+            "failed",
+            "child_failed",
+            "what the child came to stands (keepstep show T): once that is mended, give the thread another run",
+        ),
         ("failed", "node_failed", "once its cause is mended: keepstep retry T"),
         ("failed", "graph", "once its cause is mended: keepstep retry T"),
         ("cancelled", "cancelled", None),

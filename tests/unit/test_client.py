@@ -90,6 +90,16 @@ VERBS = {
         lambda c: c.retry("order-1", step_limit=5000),
         {"verb": "control", "action": "retry", "thread": "order-1", "application": "default", "step_limit": 5000},
     ),
+    "edit": (
+        lambda c: c.edit("order-1", {"amount": "9", "note": None}, by="anna"),
+        {"verb": "edit", "thread": "order-1", "application": "default", "values": {"amount": "9", "note": None},
+         "by": "anna"},
+    ),
+    "edit what was looked at": (
+        lambda c: c.edit("order-1", {"n": 1}, by="anna", graph="refunds", reason="typo", expect=0, id="e1"),
+        {"verb": "edit", "id": "e1", "thread": "order-1", "application": "default", "graph": "refunds",
+         "values": {"n": 1}, "by": "anna", "reason": "typo", "expect": 0},
+    ),
 }  # fmt: skip
 
 

@@ -14,6 +14,7 @@ START = {"v": 1, "verb": "start", "id": "c1", "tenant": "t", "graph": "g", "thre
 DECIDE = {"v": 1, "verb": "decide", "id": "c1", "tenant": "t", "approval": "a", "verdict": "approve", "by": "b"}
 SIGNAL = {"v": 1, "verb": "signal", "id": "c1", "tenant": "t", "thread": "th", "name": "n"}
 CONTROL = {"v": 1, "verb": "control", "id": "c1", "tenant": "t", "thread": "th", "action": "pause"}
+EDIT = {"v": 1, "verb": "edit", "id": "c1", "tenant": "t", "thread": "th", "values": {"k": 1}, "by": "b"}
 SECRET = "sk-canary-9d1"
 
 
@@ -32,6 +33,12 @@ def test_commands_are_read_with_their_defaults():
     assert isinstance(parse(DECIDE), messages.Decide)
     assert isinstance(parse(SIGNAL), messages.SignalMessage)
     assert isinstance(parse(CONTROL), messages.Control)
+    edit = parse(EDIT)
+    assert isinstance(edit, messages.Edit)
+    assert edit.model_dump() == EDIT | {"application": "default", "graph": None, "reason": None, "expect": None}
+    assert [parse(EDIT | {"expect": each}).expect for each in (0, "01jdz8k3v5w0c9q2m7r4t6y8xa")] == [
+        0, "01jdz8k3v5w0c9q2m7r4t6y8xa",
+    ]  # fmt: skip
 
 
 def test_numbers_arrive_as_they_were_sent():
@@ -62,8 +69,8 @@ def test_numbers_arrive_as_they_were_sent():
         (b"{}", "$.v: the version is needed, a whole number"),
         (b'{"v": true}', "$.v: the version is needed, a whole number"),
         (b'{"v": "1"}', "$.v: the version is needed, a whole number"),
-        (b'{"v": 1}', "$.verb: one of start, decide, signal, control is needed"),
-        (b'{"v": 1, "verb": ["start"]}', "$.verb: one of start, decide, signal, control is needed"),
+        (b'{"v": 1}', "$.verb: one of start, decide, signal, control, edit is needed"),
+        (b'{"v": 1, "verb": ["start"]}', "$.verb: one of start, decide, signal, control, edit is needed"),
     ],
 )  # fmt: skip
 def test_a_body_that_is_no_message_is_refused(body, problem):
@@ -114,6 +121,13 @@ def test_a_message_over_the_limit_is_refused_unread():
         (DECIDE | {"comment": SECRET * 1000}, "$.comment: String should have at most 10000 characters"),
         (CONTROL | {"action": SECRET}, "$.action: Input should be 'pause', 'resume', 'cancel' or 'retry'"),
         (CONTROL | {"step_limit": 7}, "$: A step limit belongs to the action retry"),
+        (EDIT | {"values": {}}, "$.values: Dictionary should have at least 1 item after validation, not 0"),
+        ({k: v for k, v in EDIT.items() if k != "by"}, "$.by: Field required"),
+        (EDIT | {"by": None}, "$.by: Input should be a valid string"),
+        *(
+            (EDIT | {"expect": wrong}, "$.expect: Input should be a checkpoint's seq (a whole number) or its id")
+            for wrong in (-1, 1.5, True, "", f"{SECRET}\n", [SECRET])
+        ),
         (SIGNAL | {"id": SECRET + "\0", "key": 1},
          "$.id: String should have printable characters only; $.key: Input should be a valid string"),
     ],
@@ -151,7 +165,9 @@ def test_the_documents_examples_are_accepted():
     blocks = messages.markdown().split("```json\n")[1:]
     values = [json.loads(block.split("```")[0]) for block in blocks]
     commands = [value for value in values if "verb" in value]
-    assert [type(parse(command)).__name__ for command in commands] == ["Start", "Decide", "SignalMessage", "Control"]
-    for answer in values[4:]:
+    assert [type(parse(command)).__name__ for command in commands] == [
+        "Start", "Decide", "SignalMessage", "Control", "Edit",
+    ]  # fmt: skip
+    for answer in values[len(commands) :]:
         messages.Reply.model_validate(answer)
-    assert [answer["status"] for answer in values[4:]] == ["accepted", "refused"]
+    assert [answer["status"] for answer in values[len(commands) :]] == ["accepted", "refused"]

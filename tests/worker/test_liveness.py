@@ -24,7 +24,7 @@ class Time:
 
     def __init__(self) -> None:
         self.here = 1000.0
-        self.database = 1_700_000_000.0
+        self.wall = self.database = 1_700_000_000.0
 
     def pass_(self, seconds: float) -> None:
         self.here += seconds
@@ -34,7 +34,7 @@ class Time:
 @pytest.fixture
 def clock(monkeypatch):
     time = Time()
-    monkeypatch.setattr(liveness, "time", SimpleNamespace(monotonic=lambda: time.here))
+    monkeypatch.setattr(liveness, "time", SimpleNamespace(monotonic=lambda: time.here, time=lambda: time.wall))
     return time
 
 
@@ -195,3 +195,18 @@ def test_a_thread_that_was_due_when_the_clock_was_set_back_is_due_all_the_same(f
     clock.pass_(3)
     worker.work()
     assert swept(worker) == [thread_id]
+
+
+@pytest.mark.parametrize("skew", [7.0, -7.0, 0.0])
+def test_what_its_clock_said_is_written_at_the_next_renewal(worker, clock, skew):
+    clock.wall = clock.database + skew
+    worker.work()
+    assert [state.clock_skew for state in workers.live(worker._store)] == [None]
+    worker.work()
+    assert [state.clock_skew for state in workers.live(worker._store)] == [skew]
+
+
+def test_a_slow_answer_is_no_wrong_clock():
+    assert liveness._skew(100.0, before=99.0, after=103.0) == 0.0
+    assert liveness._skew(100.0, before=101.0, after=104.0) == 1.0
+    assert liveness._skew(100.0, before=90.0, after=98.0) == -2.0

@@ -1,0 +1,38 @@
+"""Migrations: together they make the tables of the schema, and what an earlier release stored stays."""
+
+from __future__ import annotations
+
+import contextlib
+
+from alembic import command
+from alembic.autogenerate import compare_metadata
+from alembic.runtime.migration import MigrationContext
+
+from keepstep.store import migrate, workers
+from keepstep.store.engine import Store
+from keepstep.store.schema import metadata
+
+
+def test_the_migrations_make_the_tables_of_the_schema(store):
+    with store.engine.connect() as connection:
+        context = MigrationContext.configure(connection, opts={"version_table": migrate._VERSION_TABLE})
+        assert compare_metadata(context, metadata) == []
+
+
+def test_a_database_of_the_release_before_is_brought_up_to_date(empty_postgresql_url, tmp_path):
+    for url in (empty_postgresql_url, f"sqlite:///{tmp_path}/old.db"):
+        with contextlib.closing(Store.open(url).engine.connect()) as connection:
+            command.upgrade(migrate._config(connection), "0001")
+            connection.exec_driver_sql(
+                "INSERT INTO keepstep_worker (id, host, pid, concurrency, carried, release, started_at, alive_until) "
+                "VALUES ('w', 'box', 7, 1, '', '1', 0, 1e12)"
+            )
+            connection.commit()
+        store = Store.open(url)
+        assert migrate.upgrade(store).current == "0001"
+        assert migrate.state(store).is_current
+        [before] = workers.live(store)
+        assert (before.host, before.clock_skew) == ("box", None)
+        workers.renew(store, "w", window_seconds=1e12, clock_skew=-1.5)
+        assert [worker.clock_skew for worker in workers.live(store)] == [-1.5]
+        store.dispose()

@@ -6,7 +6,7 @@ from collections.abc import Callable, Mapping
 from types import MappingProxyType
 from typing import Any, NamedTuple
 
-from sqlalchemy import ColumnElement, Table, and_, case, exists, func, literal, or_, select, update
+from sqlalchemy import ColumnElement, Table, and_, case, exists, func, literal, select, update
 from sqlalchemy import String as Text
 from sqlalchemy import Text as TextType
 from sqlalchemy.sql.base import Executable
@@ -14,9 +14,9 @@ from sqlalchemy.sql.base import Executable
 from keepstep.errors import DatabaseUnavailable
 from keepstep.store import limits
 from keepstep.store.engine import Store, Transaction
-from keepstep.store.leases import PAUSE, Fence, Owner, give_back, is_carried, new_nonce
+from keepstep.store.leases import PAUSE, Fence, Owner, give_back, is_carried, is_takeable, new_nonce
 from keepstep.store.routines import Routine
-from keepstep.store.schema import READY, WAITING, checkpoint, node_run, thread, worker
+from keepstep.store.schema import READY, WAITING, checkpoint, node_run, thread
 from keepstep.store.statements import Row, Statement, db_now, param
 
 _NONE: Mapping[str, int] = MappingProxyType({})
@@ -116,14 +116,11 @@ def _takes(table: Table) -> dict[str, Any]:
 
 
 def _is_free(table: Table) -> list[ColumnElement[bool]]:
-    # A deadline counts by the word of a worker that is seen to live: one that was cut off is given up by the sweep, and
-    # after the database's clock was set forward each worker first moves its leases along (`workers.renew`).
-    holder = exists().where(worker.c.id == table.c.lease_worker, worker.c.alive_until > db_now())
     return [
         table.c.status == READY,
         table.c.version == param("version"),
         table.c.due_at <= db_now(),
-        or_(table.c.lease_nonce.is_(None), and_(table.c.lease_deadline <= db_now(), holder)),
+        is_takeable(table),
     ]
 
 

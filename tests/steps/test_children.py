@@ -15,7 +15,7 @@ from sqlalchemy import text
 from keepstep import END, START, Child, ChildFailed, Graph, Retry, Send, append
 from keepstep.cli.program import run
 from keepstep.crashpoints import Died
-from keepstep.errors import InvalidInput, StateError
+from keepstep.errors import InvalidInput, StateError, WrongStatus
 from keepstep.runtime import children as book
 from keepstep.runtime import superstep
 from keepstep.store import children, errands, workers
@@ -554,6 +554,11 @@ def test_cancelling_a_parent_cancels_its_children_and_theirs(deploy):
         "by": "parent",
     }
     assert [audit.action for audit in d.reader.audit(child.thread)] == ["start", "cancel"]
+    # Their ends stand, so it cannot be taken up where it was; a new run can.
+    before = d.dump()
+    with pytest.raises(WrongStatus, match="cancelled with its children, whose ends stand: start it again"):
+        d.control("retry")
+    assert d.dump() == before
     assert [wait.status for wait in d.reader.waits(child.thread)] == ["closed"]
     assert rows(d, "due_at") == [(None,)] * 4
 

@@ -14,7 +14,7 @@ if TYPE_CHECKING:
     from keepstep.errors import ChildFailed
     from keepstep.runtime.children import Child, ChildResult
     from keepstep.runtime.context import AsyncContext, Context
-    from keepstep.runtime.effects import effect
+    from keepstep.runtime.effects import NOT_DONE, effect
     from keepstep.runtime.graph import END, START, Goto, Graph, Send
     from keepstep.runtime.policy import Retry
     from keepstep.runtime.reader import Reader
@@ -31,6 +31,7 @@ _HOMES = {
     "ChildResult": "keepstep.runtime.children",
     "AsyncContext": "keepstep.runtime.context",
     "Context": "keepstep.runtime.context",
+    "NOT_DONE": "keepstep.runtime.effects",
     "effect": "keepstep.runtime.effects",
     "END": "keepstep.runtime.graph",
     "START": "keepstep.runtime.graph",
@@ -47,6 +48,7 @@ _HOMES = {
 
 __all__ = [
     "END",
+    "NOT_DONE",
     "START",
     "AsyncContext",
     "Child",

@@ -17,8 +17,8 @@ from typing import TYPE_CHECKING, Any, Literal, Self
 
 import kombu
 
+from keepstep import blockage, errors, ids
 from keepstep import broker as brokers
-from keepstep import errors, ids
 from keepstep.jsonvalue import checked_json
 from keepstep.link import Link, Replies
 from keepstep.priority import PRIORITIES, Priority
@@ -260,6 +260,29 @@ class Client:
             expect=expect,
         )
 
+    def resolve(
+        self,
+        effect: str,
+        outcome: Literal["happened", "not_happened", "give_up"],
+        *,
+        by: str,
+        result: object = None,
+        reason: str | None = None,
+    ) -> Receipt:
+        """Say what became of an effect whose outcome is unknown; `effect` is its idempotency key.
+
+        The thread that it blocks goes on: with `result` as what the call returned (`happened`), with another call under
+        the same key (`not_happened`), or with an error for its node (`give_up`).
+        """
+        return self._send(
+            "resolve",
+            effect=effect,
+            outcome=_one_of("outcome", outcome, ("happened", "not_happened", "give_up")),
+            by=by,
+            reason=reason,
+            nullable={"result": result} if outcome == "happened" else {},
+        )
+
     def _control(self, action: str, thread: str, **fields: Any) -> Receipt:
         return self._send("control", action=action, thread=thread, application=self._application, **fields)
 
@@ -315,6 +338,7 @@ class Client:
             self._replies.collect(deadline)
 
     def _publish_on(self, channel: Any, command_id: str, body: bytes, deadline: float) -> None:
+        blockage.check(channel)
         now = time.monotonic()
         if self._declared_on is not channel or now >= self._declare_at:
             # The reply queue vanishes when nobody uses it, and declaring it is a use.

@@ -209,6 +209,22 @@ class EffectConflict(StepError):
     code = "effect_conflict"
 
 
+class EffectGivenUp(StepError):
+    """An effect whose outcome was unknown was given up by a person; the node decides what that means."""
+
+    code = "effect_given_up"
+
+
+class EffectPending(StepError):
+    """An effect may still be under way outside; the node run is put off until it must have settled."""
+
+    code = "effect_pending"
+
+    def __init__(self, message: str = "", *, seconds: float = 0.0) -> None:
+        super().__init__(message)
+        self.seconds = seconds
+
+
 class ThreadBlocked(StepError):
     """The thread is blocked and needs an operator."""
 
@@ -219,6 +235,8 @@ class EffectUnknown(ThreadBlocked):
     """An effect was begun and nobody knows whether it happened."""
 
     code = "effect_unknown"
+    asking_failed: Exception | None = None
+    """Why the outside could not be asked: asking again may help."""
 
 
 class Diverged(ThreadBlocked):

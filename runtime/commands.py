@@ -31,13 +31,13 @@ from keepstep.errors import (
 )
 from keepstep.ids import checked_name, new_id
 from keepstep.priority import NORMAL, PRIORITIES
-from keepstep.runtime import edits, stateedits
+from keepstep.runtime import edits, resolutions, stateedits
 from keepstep.runtime.children import attended
 from keepstep.runtime.codec import view
 from keepstep.runtime.compiled import CompiledGraph
 from keepstep.runtime.environment import Runtime
 from keepstep.runtime.outcome import error_text
-from keepstep.store import children, signals, threads, waits
+from keepstep.store import signals, threads, waits
 from keepstep.store.engine import Transaction
 from keepstep.store.leases import Nudge
 from keepstep.store.schema import BLOCKED, CANCELLED, ENDED, FAILED, WAITING
@@ -103,6 +103,18 @@ class EditMessage(Protocol):
     expect: int | str | None
 
 
+class ResolveMessage(Protocol):
+    """What a person says of an effect whose outcome is unknown."""
+
+    id: str
+    tenant: str
+    effect: str
+    outcome: str
+    result: Any
+    by: str
+    reason: str | None
+
+
 class ControlMessage(Protocol):
     """pause, resume, cancel or retry."""
 
@@ -142,6 +154,7 @@ def accept(runtime: Runtime, message: Any) -> Accepted:
         "signal": _signal,
         "control": _control,
         "edit": _edit,
+        "resolve": _resolve,
     }
     handler = handlers[message.verb]
 
@@ -443,9 +456,6 @@ def _retry(transaction: Transaction, found: ThreadState, message: ControlMessage
         was = "failed" if found.status == FAILED else "was cancelled"
         text = f"thread {found.name!r} {was} before its run began: start it again, with input that fits"
         raise WrongStatus(text)
-    if found.status == CANCELLED and children.went_along(transaction, found.id, found.run_id or ""):
-        text = f"thread {found.name!r} was cancelled with its children, whose ends stand: start it again"
-        raise WrongStatus(text)
     return threads.retry(transaction, found, message.step_limit)
 
 
@@ -465,3 +475,22 @@ def _edit(runtime: Runtime, transaction: Transaction, message: EditMessage) -> A
     )
     _audit(transaction, message, found.id, "edit", message.by, edited.detail)
     return Accepted(found.id, found.run_id, nudges=edited.nudges)
+
+
+# --- resolve ---
+
+
+def _resolve(runtime: Runtime, transaction: Transaction, message: ResolveMessage) -> Accepted:
+    resolved = resolutions.resolve(
+        runtime,
+        transaction,
+        tenant=message.tenant,
+        key=message.effect,
+        outcome=message.outcome,
+        result=message.result,
+        by=message.by,
+        reason=message.reason,
+    )
+    detail = {"effect": message.effect, "outcome": message.outcome, "reason": message.reason}
+    _audit(transaction, message, resolved.thread.id, "resolve", message.by, detail)
+    return Accepted(resolved.thread.id, resolved.thread.run_id, nudges=resolved.nudges)

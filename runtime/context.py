@@ -22,7 +22,7 @@ import structlog
 from keepstep.errors import InvalidInput
 from keepstep.runtime.children import Child, ChildBook
 from keepstep.runtime.codec import Codec
-from keepstep.runtime.effects import Call, Journal, Recorded, effect
+from keepstep.runtime.effects import Call, Journal, Lookup, Recorded, effect
 from keepstep.runtime.graph import Graph
 from keepstep.runtime.outcome import Parked
 from keepstep.runtime.place import Place
@@ -164,23 +164,30 @@ class Context(_Facts):
         `key` names the call; without it the call is known by the function's name, its arguments and how often these
         came before. A function with a parameter `idempotency_key` is given the call's key. Raises `EffectConflict` for
         one key with other arguments, `EffectUnknown` (the thread is blocked) when an earlier attempt began the call and
-        left no result.
+        left no result that anybody can tell, `EffectGivenUp` when a person gave it up.
         """
         if inspect.iscoroutinefunction(fn):
             message = f"ctx.effect: {fn.__name__!r} is async: use it in an async node, or give a plain function"
             raise InvalidInput(message)
-        begun = self._attempt.journal.begin(fn, args, kwargs, key)
+        journal = self._attempt.journal
+        begun = journal.begin(fn, args, kwargs, key)
+        if isinstance(begun, Lookup):
+            try:
+                answer = begun.ask(*args, **kwargs, **begun.extra)
+            except Exception as error:  # noqa: BLE001  a lookup that fails leaves the outcome unknown, however it does
+                journal.not_looked_up(begun, error)
+            begun = journal.looked_up(begun, answer)
         if isinstance(begun, Recorded):
             return begun.result  # type: ignore[no-any-return]  # what fn returned before
         try:
             result = fn(*args, **kwargs, **begun.extra)
         except Exception as error:
-            self._attempt.journal.fail(begun, error)
+            journal.fail(begun, error)
             raise
         if inspect.isawaitable(result):
             message = f"effect {begun.declared.name!r} is async: use it in an async node, or give a plain function"
             raise InvalidInput(message)
-        return self._attempt.journal.succeed(begun, result)  # type: ignore[no-any-return]  # result itself
+        return journal.succeed(begun, result)  # type: ignore[no-any-return]  # result itself
 
     def approve(
         self,
@@ -285,6 +292,14 @@ class Context(_Facts):
         return self._uuid()
 
 
+async def _awaited(function: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
+    """Call a coroutine function here, and any other in a thread."""
+    if inspect.iscoroutinefunction(function):
+        return await function(*args, **kwargs)
+    result = await asyncio.to_thread(function, *args, **kwargs)
+    return await result if inspect.isawaitable(result) else result
+
+
 class AsyncContext(_Facts):
     """The context of an async node: `Context`'s names, awaitable."""
 
@@ -310,16 +325,17 @@ class AsyncContext(_Facts):
         self, fn: Callable[..., R | Awaitable[R]], args: tuple[Any, ...], kwargs: dict[str, Any], key: str | None
     ) -> R:
         journal = self._attempt.journal
-        begun: Recorded | Call = await asyncio.to_thread(journal.begin, fn, args, kwargs, key)
+        begun: Recorded | Lookup | Call = await asyncio.to_thread(journal.begin, fn, args, kwargs, key)
+        if isinstance(begun, Lookup):
+            try:
+                answer = await _awaited(begun.ask, *args, **kwargs, **begun.extra)
+            except Exception as error:  # noqa: BLE001  see `Context.effect`
+                journal.not_looked_up(begun, error)
+            begun = await asyncio.to_thread(journal.looked_up, begun, answer)
         if isinstance(begun, Recorded):
             return begun.result  # type: ignore[no-any-return]  # what fn returned before
         try:
-            if inspect.iscoroutinefunction(fn):
-                result = await fn(*args, **kwargs, **begun.extra)
-            else:
-                result = await asyncio.to_thread(fn, *args, **kwargs, **begun.extra)
-                if inspect.isawaitable(result):
-                    result = await result
+            result = await _awaited(fn, *args, **kwargs, **begun.extra)
         except Exception as error:
             await asyncio.to_thread(journal.fail, begun, error)
             raise

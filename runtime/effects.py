@@ -2,27 +2,34 @@
 
 Every call to the outside has an idempotency key that is the same on every retry: step key, node run, and the call's own
 id. A recorded result is returned and nothing is called. An effect that is safe to repeat (`idempotent`) is called and
-its result recorded: one write. Any other is at risk: an intent is recorded first, under the lease, and an intent
-without a result whose owner is gone blocks the thread, because nobody here knows whether it happened.
+its result recorded: one write. Any other is at risk: an intent is recorded first, under the lease, and of an intent
+without a result whose owner is gone nobody here knows whether it happened. Then the outside is asked, when the effect
+says how (`lookup`); otherwise the thread blocks until a person says.
 """
 
 from __future__ import annotations
 
 import contextlib
-import dataclasses
+import enum
 import functools
 import hashlib
 import inspect
+import json
 import threading
 import typing
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
-from typing import Any, ParamSpec, TypeVar, overload
+from datetime import timedelta
+from typing import Any, NoReturn, ParamSpec, TypeVar, overload
+
+from pydantic import TypeAdapter, ValidationError
 
 from keepstep.crashpoints import reach
 from keepstep.errors import (
     Diverged,
     EffectConflict,
+    EffectGivenUp,
+    EffectPending,
     EffectUnknown,
     GraphError,
     InvalidInput,
@@ -33,6 +40,7 @@ from keepstep.errors import (
 from keepstep.ids import checked_name
 from keepstep.runtime.codec import Codec
 from keepstep.runtime.outcome import described, error_text
+from keepstep.runtime.policy import seconds
 from keepstep.runtime.watchdog import undisturbed
 from keepstep.store import effects as journal
 from keepstep.store.effects import EffectKey, EffectState
@@ -51,6 +59,16 @@ class EffectDeclaration:
 
     name: str
     idempotent: bool
+    lookup: Callable[..., Any] | None = None
+    settling_seconds: float = 0.0
+
+
+class _NotDone(enum.Enum):
+    NOT_DONE = "NOT_DONE"
+
+
+NOT_DONE = _NotDone.NOT_DONE
+"""What a `lookup` returns when the effect has not happened."""
 
 
 @overload
@@ -58,29 +76,57 @@ def effect(function: Callable[P, R], /) -> Callable[P, R]: ...
 
 
 @overload
-def effect(*, idempotent: bool = ..., name: str | None = ...) -> Callable[[Callable[P, R]], Callable[P, R]]: ...
+def effect(
+    *,
+    idempotent: bool = ...,
+    lookup: Callable[..., Any] | None = ...,
+    settling: float | timedelta = ...,
+    name: str | None = ...,
+) -> Callable[[Callable[P, R]], Callable[P, R]]: ...
 
 
 def effect(
-    function: Callable[..., Any] | None = None, /, *, idempotent: bool = False, name: str | None = None
+    function: Callable[..., Any] | None = None,
+    /,
+    *,
+    idempotent: bool = False,
+    lookup: Callable[..., Any] | None = None,
+    settling: float | timedelta = 0.0,
+    name: str | None = None,
 ) -> Callable[..., Any]:
     """Declare what a function does outside; call it by `ctx.effect(function, …)`.
 
     `idempotent=True`: a read, or anything else that may safely happen twice; one journal write, no intent. Otherwise
-    the call is at risk: it is never repeated while its outcome is unknown. `name` (default: the function's) is part of
-    the idempotency key: keep it when the function is renamed.
+    the call is at risk: it is never repeated while its outcome is unknown. `lookup` finds out: it is called with the
+    effect's own arguments (and its `idempotency_key`, if it takes one) and returns the result, or `NOT_DONE`; a
+    `NOT_DONE` counts only once the call's deadline has passed and `settling` (seconds or timedelta) after it, in which
+    the outside may still catch up. `name` (default: the function's) is part of the idempotency key: keep it when the
+    function is renamed.
     """
+    settling_seconds = seconds("settling", settling, zero=True)
     if function is None:
-        return lambda decorated: _declared(decorated, idempotent=idempotent, name=name)
-    return _declared(function, idempotent=idempotent, name=name)
+        return lambda decorated: _declared(
+            decorated, name, idempotent=idempotent, lookup=lookup, settling_seconds=settling_seconds
+        )
+    return _declared(function, name, idempotent=idempotent, lookup=lookup, settling_seconds=settling_seconds)
 
 
-def _declared(function: Callable[..., Any], *, idempotent: bool, name: str | None) -> Callable[..., Any]:
+def _declared(
+    function: Callable[..., Any],
+    name: str | None,
+    *,
+    idempotent: bool,
+    lookup: Callable[..., Any] | None,
+    settling_seconds: float,
+) -> Callable[..., Any]:
+    if idempotent and lookup is not None:
+        message = "an effect is idempotent or has a lookup: what may be repeated need not be asked about"
+        raise GraphError(message)
     known = checked_name("an effect's name", name if name is not None else getattr(function, "__name__", ""))
     if ":" in known:
         message = f"effect name {known!r}: a colon separates name and key, it cannot be part of the name"
         raise GraphError(message)
-    setattr(function, _DECLARED, EffectDeclaration(known, idempotent))
+    setattr(function, _DECLARED, EffectDeclaration(known, idempotent, lookup, settling_seconds))
     return function
 
 
@@ -108,6 +154,14 @@ def _annotated_types(function: Callable[..., Any]) -> tuple[Any, ...]:
     with contextlib.suppress(Exception):  # an annotation that cannot be resolved declares nothing
         return tuple(typing.get_type_hints(inspect.unwrap(function)).values())
     return ()
+
+
+@functools.lru_cache(maxsize=4096)
+def _result_type(function: Callable[..., Any]) -> Any:
+    """Return what a function's annotation says it returns; None when it says nothing that can be resolved."""
+    with contextlib.suppress(Exception):
+        return typing.get_type_hints(inspect.unwrap(function)).get("return")
+    return None
 
 
 @functools.lru_cache(maxsize=4096)
@@ -159,6 +213,17 @@ class Recorded:
 
 
 @dataclass(frozen=True, slots=True)
+class Lookup:
+    """An effect that may have happened: the outside is to be asked before anything else."""
+
+    call: Call
+    found: EffectState
+    ask: Callable[..., Any]
+    """To be called as the effect would be, with `extra`."""
+    extra: Mapping[str, Any]
+
+
+@dataclass(frozen=True, slots=True)
 class Call:
     """An effect to be performed now."""
 
@@ -168,6 +233,10 @@ class Call:
     codec: Codec
     extra: Mapping[str, Any]
     """The idempotency key, for a function that takes one."""
+    arguments: bytes | None = None
+    """Of an effect at risk, for whoever may have to find out whether it happened."""
+    returns: Any = None
+    """What the function's annotation says it returns; None: nothing."""
 
 
 class Journal:
@@ -197,7 +266,7 @@ class Journal:
         self._under_way: dict[str, EffectDeclaration] = {}
         self._occurrences: dict[str, int] = {}
         self._closed = False
-        self._blocked: ThreadBlocked | None = None
+        self._blocked: ThreadBlocked | EffectPending | None = None
         self.beside: Callable[[str], None] = lambda _before: None
         """Checks what else an earlier attempt has done that this one must ask for again (see `check_course`)."""
         self._lock = threading.RLock()
@@ -206,56 +275,138 @@ class Journal:
 
     def begin(
         self, function: Callable[..., Any], arguments: tuple[Any, ...], named: Mapping[str, Any], key: str | None
-    ) -> Recorded | Call:
-        """Return an effect's recorded result, or the call to be made, its intent recorded when it is at risk."""
+    ) -> Recorded | Lookup | Call:
+        """Return an effect's recorded result, or the call to be made, its intent recorded when it is at risk.
+
+        A `Lookup` is to be asked first, and its answer given to `looked_up`, which returns one of the other two.
+        """
         declared = declaration_of(function)
         codec = self._codec.including(*_annotated_types(function))
-        digest = _digest(function, _by_name(function, arguments, named), codec, declared.name)
-        call = self._reserved(declared, digest, key)
-        begun: Recorded | Call | None = None
+        values = _by_name(function, arguments, named)
+        digest = _digest(function, values, codec, declared.name)
+        id_ = self._reserved(declared, digest, key)
+        extra = {"idempotency_key": f"{self._step}/{self._run}/{id_}"}
+        call = Call(
+            EffectKey(self._fence.thread_id, self._step, self._run, id_),
+            declared,
+            digest,
+            codec,
+            extra if _wants_key(function) else {},
+            None if declared.idempotent else codec.encode(values, path=f"${declared.name}"),
+            _result_type(function),
+        )
+        return self._kept_under_way(call, lambda: self._begun(call, key, extra))
+
+    def _kept_under_way(self, call: Call, begin: Callable[[], Recorded | Lookup | Call]) -> Recorded | Lookup | Call:
+        """Begin a call; unless it is to be made now, it is no longer under way."""
+        begun: Recorded | Lookup | Call | None = None
         try:
             with undisturbed():
-                begun = self._begun(call, declared, digest, codec, key)
+                begun = begin()
         finally:
-            if not isinstance(begun, Call):
+            if begun is None or isinstance(begun, Recorded):
                 with self._lock:
-                    self._under_way.pop(call, None)
-        if isinstance(begun, Recorded) or not _wants_key(function):
-            return begun
-        return dataclasses.replace(begun, extra={"idempotency_key": f"{self._step}/{self._run}/{call}"})
+                    self._under_way.pop(call.key.call, None)
+        return begun
 
-    def _begun(
-        self, call: str, declared: EffectDeclaration, digest: bytes, codec: Codec, key: str | None
-    ) -> Recorded | Call:
-        found = self._known().get(call)
-        if found is not None and found.state == journal.DONE:
-            self._same_call(found, declared, digest, key)
-            return Recorded(codec.decode(found.result or b""))
-        place = EffectKey(self._fence.thread_id, self._step, self._run, call)
+    def _begun(self, call: Call, key: str | None, extra: Mapping[str, Any]) -> Recorded | Lookup | Call:
+        declared = call.declared
+        found = self._known().get(call.key.call)
         if found is not None:
-            self._same_call(found, declared, digest, key)
+            self._same_call(found, declared, call.digest, key)
+            if found.state == journal.DONE:
+                return self._recorded(call, found)
+            if found.state == journal.GIVEN_UP:
+                message = f"effect {found.name!r} was given up by {found.resolved_by}: {_reason(found)}"
+                raise EffectGivenUp(message)
             if found.state == journal.INTENT and not declared.idempotent:
-                self._unknown(found)
-        if not declared.idempotent:
-            self.check_course(before=f"effect {declared.name!r}")
-            seconds = self._remaining()
-            if seconds <= 0:
-                message = f"effect {declared.name!r} was not begun: the node's time is over"
-                raise NodeTimeout(message)
-            reach("before_intent", call)
-            self._store.patiently(
-                lambda: journal.begin(
-                    self._store,
-                    self._fence,
-                    place,
-                    tenant=self._tenant,
-                    name=declared.name,
-                    arguments_digest=digest,
-                    seconds=seconds,
-                )
+                if declared.lookup is None:
+                    self._unknown(found)
+                return Lookup(call, found, declared.lookup, extra if _wants_key(declared.lookup) else {})
+        return self._intended(call)
+
+    def _intended(self, call: Call) -> Call:
+        """Record the intent of a call that is at risk: from then on it may have happened."""
+        declared = call.declared
+        if declared.idempotent:
+            return call
+        self.check_course(before=f"effect {declared.name!r}")
+        remaining = self._remaining()
+        if remaining <= 0:
+            message = f"effect {declared.name!r} was not begun: the node's time is over"
+            raise NodeTimeout(message)
+        reach("before_intent", call.key.call)
+        self._store.patiently(
+            lambda: journal.begin(
+                self._store,
+                self._fence,
+                call.key,
+                tenant=self._tenant,
+                name=declared.name,
+                arguments_digest=call.digest,
+                arguments=call.arguments,
+                seconds=remaining,
             )
-            reach("after_intent", call)
-        return Call(place, declared, digest, codec, {})
+        )
+        reach("after_intent", call.key.call)
+        return call
+
+    def _recorded(self, call: Call, found: EffectState) -> Recorded:
+        if found.resolved_by is None:
+            return Recorded(call.codec.decode(found.result or b""))
+        # A person wrote it as JSON: it becomes what the function would have returned.
+        given = call.codec.decode(found.result or b"")
+        try:
+            return Recorded(given if call.returns is None else TypeAdapter(call.returns).validate_python(given))
+        except ValidationError as error:
+            problem = error.errors(include_input=False, include_url=False)[0]
+            path = "".join(f"[{part}]" if isinstance(part, int) else f".{part}" for part in problem["loc"])
+            message = (
+                f"effect {found.name!r} ({self._step}/{self._run}/{found.call}): the result that {found.resolved_by} "
+                f"gave is not what it returns: ${path}: {problem['msg']}; resolve it again"
+            )
+            self._blocked = EffectUnknown(message)
+            raise self._blocked from None
+
+    # --- asking the outside -----------------------------------------------------------------------------------------
+
+    def looked_up(self, lookup: Lookup, answer: object) -> Recorded | Call:
+        """Go on with what the outside answered: the result, or `NOT_DONE`.
+
+        Raises `EffectPending` when it has not happened and still may.
+        """
+        begun = self._kept_under_way(lookup.call, lambda: self._answered(lookup, answer))
+        assert not isinstance(begun, Lookup)  # noqa: S101  for the type checker: see `_answered`
+        return begun
+
+    def _answered(self, lookup: Lookup, answer: object) -> Recorded | Call:
+        call, found = lookup.call, lookup.found
+        if answer is NOT_DONE:
+            left = found.seconds_left + call.declared.settling_seconds
+            if left > 0:
+                message = f"effect {found.name!r} has not happened and still may: asked again in {left:.0f} s"
+                self._blocked = EffectPending(message, seconds=left)
+                raise self._blocked
+            return self._intended(call)
+        stored = call.codec.encode(answer, path=f"${call.declared.name}.result")
+        self._store.patiently(
+            lambda: journal.finish(self._store, found.nonce, call.key, state=journal.DONE, result=stored)
+        )
+        self._ended(call, journal.DONE, stored)
+        return Recorded(answer)
+
+    def not_looked_up(self, lookup: Lookup, error: Exception) -> NoReturn:
+        """Give up on a lookup that failed: whether the effect happened stays unknown."""
+        with self._lock:
+            self._under_way.pop(lookup.call.key.call, None)
+        text = f"{type(error).__name__}: {error}"[:300]
+        message = f"{self._told(lookup.found)}, and asking the outside failed: {text}"
+        unknown = EffectUnknown(message)
+        unknown.asking_failed = error
+        self._blocked = unknown
+        raise unknown from error
+
+    # --- what came of it --------------------------------------------------------------------------------------------
 
     def succeed(self, call: Call, result: object) -> Any:
         """Record an effect's result and return it.
@@ -388,10 +539,18 @@ class Journal:
             )
             raise EffectConflict(message)
 
-    def _unknown(self, found: EffectState) -> None:
-        message = (
+    def _unknown(self, found: EffectState) -> NoReturn:
+        self._blocked = EffectUnknown(self._told(found))
+        raise self._blocked
+
+    def _told(self, found: EffectState) -> str:
+        return (
             f"effect {found.name!r} ({self._step}/{self._run}/{found.call}) was begun by an attempt that is gone and "
             "left no result: it may have happened"
         )
-        self._blocked = EffectUnknown(message)
-        raise self._blocked
+
+
+def _reason(found: EffectState) -> str:
+    with contextlib.suppress(ValueError):
+        return str(json.loads(found.error or "{}").get("message", "")) or "no reason given"
+    return "no reason given"

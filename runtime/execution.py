@@ -16,7 +16,15 @@ import structlog
 from tenacity import RetryCallState, Retrying, retry_if_result
 
 from keepstep.crashpoints import Died
-from keepstep.errors import DatabaseUnavailable, NodeTimeout, StaleLease, StepError, ThreadBlocked
+from keepstep.errors import (
+    DatabaseUnavailable,
+    EffectPending,
+    EffectUnknown,
+    NodeTimeout,
+    StaleLease,
+    StepError,
+    ThreadBlocked,
+)
 from keepstep.runtime import planner, settlement
 from keepstep.runtime.children import ChildBook
 from keepstep.runtime.compiled import CompiledGraph, Node
@@ -165,12 +173,12 @@ def _outcome_of(error: BaseException, node_run: NodeRun, attempt: Attempt, timeo
             try:
                 attempt.journal.check_course(before="it parked")
                 attempt.journal.check_settled()
-            except ThreadBlocked as blocked:
-                return Blocked(described(blocked, node=run.node, run=run.id))
+            except (ThreadBlocked, EffectPending) as blocked:
+                return _held_up(node_run, blocked)
             node_run.events[:] = attempt.events
             return Waiting(error.waits)
-        case ThreadBlocked():
-            return Blocked(described(error, node=run.node, run=run.id))
+        case ThreadBlocked() | EffectPending():
+            return _held_up(node_run, error)
         case DatabaseUnavailable():
             # The store's failure, not the node's: it costs no attempt, and no worker waits for the store.
             return Retry(_UNAVAILABLE_SECONDS, node_run.failures, described(error, node=run.node, run=run.id))
@@ -179,10 +187,24 @@ def _outcome_of(error: BaseException, node_run: NodeRun, attempt: Attempt, timeo
             return _failed(node_run, NodeTimeout(message), attempt)
         case SystemExit() if type(error) is not SystemExit:  # a kind of its own is how a worker is told to stop
             raise error
-        case SystemExit():
-            return _failed(node_run, StepError("the node called sys.exit()"), attempt)
         case _:
-            return _failed(node_run, error, attempt)
+            left = StepError("the node called sys.exit()") if isinstance(error, SystemExit) else error
+            return _failed(node_run, left, attempt)
+
+
+def _held_up(node_run: NodeRun, error: ThreadBlocked | EffectPending) -> Outcome:
+    """Return what becomes of an attempt that must not go on, whatever the node made of it."""
+    text = described(error, node=node_run.run.node, run=node_run.run.id)
+    if isinstance(error, EffectPending):
+        # Nobody's failure: what may still be under way outside is given its time.
+        return Retry(error.seconds, node_run.failures, text)
+    retry = node_run.node.retry
+    failed = error.asking_failed if isinstance(error, EffectUnknown) else None
+    if failed is None or not retry.allows(failed, node_run.failures + 1):
+        return Blocked(text)
+    # Only the asking failed: it is asked again as the node's retries say; nothing was called and nothing is.
+    node_run.failures += 1
+    return Retry(retry.wait(node_run.failures, random.random), node_run.failures, text)
 
 
 def _prepared(runtime: Runtime, node_run: NodeRun, deadline: float) -> Attempt:
@@ -215,8 +237,8 @@ def _prepared(runtime: Runtime, node_run: NodeRun, deadline: float) -> Attempt:
         remaining=lambda: deadline - time.monotonic(),
     )
     book = WaitBook(codec, lambda: stored_waits.of_run(runtime.store, thread.id, node_run.step, run.id) if load else [])
-    failures = functools.cache(node_run.failures_before or (lambda: run.failures))
     children = ChildBook(runtime, fence, place, journal, book, priority=thread.priority, load=load)
+    failures = functools.cache(node_run.failures_before or (lambda: run.failures))
     attempt = Attempt(place, journal, book, children, codec, failures)
     if load:
         attempt.published = functools.cache(
@@ -279,8 +301,8 @@ def _failed(node_run: NodeRun, error: BaseException, attempt: Attempt) -> Outcom
         return Retry(delay, node_run.failures, text)
     try:
         attempt.journal.check_course(before="its failure")
-    except ThreadBlocked as diverged:
-        return Blocked(described(diverged, node=run.node, run=run.id))
+    except (ThreadBlocked, EffectPending) as blocked:
+        return _held_up(node_run, blocked)
     if node.on_error == "continue":
         node_run.events[:] = attempt.events
         return Done(NodeResult(error=planner.failure_of(run, error)))

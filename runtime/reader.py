@@ -8,7 +8,7 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 from datetime import UTC, datetime
 from types import TracebackType
-from typing import Any, Self
+from typing import Any, NamedTuple, Self
 
 from keepstep import settings as settings_module
 from keepstep.errors import Ambiguous, InvalidInput, NotFound
@@ -144,6 +144,19 @@ def _time(value: float | None) -> datetime | None:
     return None if value is None else datetime.fromtimestamp(min(value, _TIME_MAX), UTC)
 
 
+class UnknownEffect(NamedTuple):
+    """An effect whose outcome nobody knows, and whose thread's it is."""
+
+    graph: str
+    thread: str
+    effect: EffectView
+
+    @property
+    def arguments(self) -> Any:
+        """What the call was given, in the plain view; None when that was not kept."""
+        return None if self.effect.arguments is None else view(self.effect.arguments)
+
+
 class Reader:
     """Reads a deployment's database. Values are plain: what JSON cannot carry is shown as {"$": type, "v": …}."""
 
@@ -197,6 +210,11 @@ class Reader:
     def effects(self, thread: str, *, graph: str | None = None) -> list[EffectView]:
         """Return a thread's effects in order."""
         return views.effects(self._store, self._one(thread, graph).id)
+
+    def unknown_effects(self, *, limit: int = 100) -> list[UnknownEffect]:
+        """Return effects that were begun and whose outcome nobody knows, oldest first: `Client.resolve` says it."""
+        found = views.unknown_effects(self._store, self.tenant, limit=limit)
+        return [UnknownEffect(*each) for each in found]
 
     def waits(self, thread: str, *, graph: str | None = None) -> list[WaitView]:
         """Return a thread's waits in order."""

@@ -19,7 +19,7 @@ from sqlalchemy.sql.base import Executable
 
 from keepstep.store.engine import Store, Transaction
 from keepstep.store.leases import Nudge
-from keepstep.store.schema import CANCELLED, FAILED, child, run
+from keepstep.store.schema import CANCELLED, FAILED, child
 from keepstep.store.statements import Statement, db_now, one_of, param
 
 WANTED, STARTED, ENDED, DELIVERED = "wanted", "started", "ended", "delivered"
@@ -171,6 +171,15 @@ _DISOWN = Statement(
 )
 
 
+_RECLAIM = Statement(
+    lambda _dialect: (
+        update(child)
+        .where(child.c.thread_id == param("thread_id"), child.c.state == STARTED, child.c.cancel == 1)
+        .values(cancel=0, due_at=None, tries=0)
+    )
+)
+
+
 def of_run(store: Store, thread_id: str, step: str, run: str) -> list[ChildState]:
     """Return the children that a node run has spawned, in order."""
     return [ChildState(*row) for row in store.rows(_OF_RUN, {"thread_id": thread_id, "step": step, "run": run})]
@@ -194,24 +203,6 @@ def nudge(run_id: str, child_id: str | None) -> Nudge:
 
 
 # --- of the parent's transactions ---
-
-
-_DISOWNED = Statement(
-    lambda _dialect: (
-        select(child.c.run_id)
-        .where(
-            child.c.thread_id == param("thread_id"),
-            child.c.cancel == 1,
-            child.c.created_at >= select(run.c.started_at).where(run.c.id == param("run_id")).scalar_subquery(),
-        )
-        .limit(1)
-    )
-)
-
-
-def went_along(transaction: Transaction, thread_id: str, run_id: str) -> bool:
-    """Return whether children of a run were cancelled with it."""
-    return transaction.row(_DISOWNED, {"thread_id": thread_id, "run_id": run_id}) is not None
 
 
 def insert_wanted(transaction: Transaction, values: Mapping[str, Any]) -> None:
@@ -244,6 +235,11 @@ def disown(transaction: Transaction, thread_id: str) -> list[Nudge]:
 
 
 # --- of the child's transactions ---
+
+
+def reclaim(transaction: Transaction, thread_id: str) -> None:
+    """Take back that the children of a thread are to be cancelled, as far as they have not been."""
+    transaction.run(_RECLAIM, {"thread_id": thread_id})
 
 
 def input_of(transaction: Transaction, run_id: str) -> bytes:

@@ -263,14 +263,19 @@ def _owner_params(owner: Owner, nonce: str) -> dict[str, Any]:
 def _surely(store: Store, thread_id: str, claim: Callable[[str], Claim | None]) -> Claim | None:
     """Claim under a new nonce, and once more when the answer was lost with its connection.
 
-    Then the lease may have been acquired: it is given back first, since nobody else would know of it.
+    Then the lease may have been acquired: it is given back, since nobody else would know of it; the second as well.
     """
     nonce = new_nonce()
     try:
         return claim(nonce)
     except DatabaseUnavailable:
         give_back(store, thread_id, nonce)
-    return claim(new_nonce())
+    nonce = new_nonce()
+    try:
+        return claim(nonce)
+    except DatabaseUnavailable:
+        give_back(store, thread_id, nonce)
+        raise
 
 
 Claiming = Callable[[Store | Transaction, dict[str, Any], str], Claim | None]

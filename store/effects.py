@@ -10,18 +10,18 @@ from __future__ import annotations
 from dataclasses import dataclass
 from typing import Any, NamedTuple
 
-from sqlalchemy import and_, case, select, update
+from sqlalchemy import and_, case, exists, or_, select, update
 from sqlalchemy.dialects.postgresql import insert as postgresql_insert
 from sqlalchemy.dialects.sqlite import insert as sqlite_insert
 from sqlalchemy.sql.base import Executable
 
-from keepstep.store.engine import Store
+from keepstep.store.engine import Store, Transaction
 from keepstep.store.leases import Fence
 from keepstep.store.outcomes import hold
-from keepstep.store.schema import effect
+from keepstep.store.schema import effect, node_run, thread
 from keepstep.store.statements import Statement, db_now, param
 
-INTENT, DONE, FAILED = "intent", "done", "failed"
+INTENT, DONE, FAILED, GIVEN_UP = "intent", "done", "failed", "given_up"
 
 
 class EffectState(NamedTuple):
@@ -36,6 +36,10 @@ class EffectState(NamedTuple):
     error: str | None
     nonce: str
     calls: int
+    resolved_by: str | None = None
+    """Who said what came of it; None when it is known from the call itself."""
+    seconds_left: float = 0.0
+    """Until the call's deadline: before it, a call that is under way may still happen."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -50,7 +54,7 @@ class EffectKey:
 
 _OF_RUN = Statement(
     lambda _dialect: (
-        select(*(effect.c[name] for name in EffectState._fields))
+        select(*(effect.c[name] for name in EffectState._fields[:-1]), effect.c.deadline - db_now())
         .where(
             effect.c.thread_id == param("thread_id"),
             effect.c.step == param("step"),
@@ -67,7 +71,7 @@ def _begin(dialect: str) -> Executable:
         name: param(name)
         for name in ("thread_id", "step", "run", "call", "tenant", "name", "state", "at_risk", "arguments_digest")
     }
-    values |= {"result": param("result"), "error": param("error"), "nonce": param("nonce")}
+    values |= {name: param(name) for name in ("result", "error", "nonce", "arguments")}
     insert = insert.values(
         **values,
         calls=1,
@@ -85,10 +89,13 @@ def _begin(dialect: str) -> Executable:
         + case((and_(effect.c.nonce == insert.excluded.nonce, effect.c.state == INTENT), 0), else_=1),
         "deadline": insert.excluded.deadline,
         "ended_at": insert.excluded.ended_at,
+        "resolved_by": None,
     }
-    # A recorded result is final: nothing overwrites it.
+    # A recorded result is final, and so is what a person said: nothing overwrites it.
     kept: Executable = insert.on_conflict_do_update(
-        index_elements=["thread_id", "step", "run", "call"], set_=again, where=effect.c.state != DONE
+        index_elements=["thread_id", "step", "run", "call"],
+        set_=again,
+        where=and_(effect.c.state != DONE, effect.c.state != GIVEN_UP),
     ).returning(effect.c.calls)
     return kept
 
@@ -125,10 +132,11 @@ def begin(
     tenant: str,
     name: str,
     arguments_digest: bytes,
+    arguments: bytes | None,
     seconds: float,
 ) -> None:
     """Record that an effect which is not safe to repeat is about to be performed; raise `StaleLease` when stale."""
-    values = {"tenant": tenant, "name": name, "arguments_digest": arguments_digest}
+    values = {"tenant": tenant, "name": name, "arguments_digest": arguments_digest, "arguments": arguments}
     _write(store, fence, key, {**values, "state": INTENT, "at_risk": 1, "seconds": seconds})
 
 
@@ -147,7 +155,7 @@ def record(
     _write(store, fence, key, {**values, "state": DONE, "result": result, "ended": 1})
 
 
-_DEFAULTS = {"at_risk": 0, "result": None, "error": None, "seconds": 0.0, "ended": None}
+_DEFAULTS = {"arguments": None, "at_risk": 0, "result": None, "error": None, "seconds": 0.0, "ended": None}
 
 
 def _write(store: Store, fence: Fence, key: EffectKey, values: dict[str, Any]) -> None:
@@ -169,3 +177,89 @@ def finish(
     """Record what came of an intent, fenced by the intent's own nonce; False when another attempt has taken it over."""
     values = {"thread_id": key.thread_id, "step": key.step, "run": key.run, "call": key.call, "nonce": nonce}
     return bool(store.rows(_END, {**values, "state": state, "result": result, "error": error}))
+
+
+# --- what a person says of an effect ---
+
+
+class UnknownEffect(NamedTuple):
+    """An effect that somebody says the outcome of."""
+
+    thread_id: str
+    step: str
+    run: str
+    call: str
+    name: str
+    state: str
+    at_risk: int
+    nonce: str
+    resolved_by: str | None
+
+
+_KEY = effect.c.step + "/" + effect.c.run + "/" + effect.c.call
+_BY_KEY = Statement(
+    lambda _dialect: (
+        select(*(effect.c[name] for name in UnknownEffect._fields))
+        .where(effect.c.thread_id == param("thread_id"), param("key") == _KEY)
+        .with_for_update()
+    )
+)
+_UNKNOWN_OF_THREAD = Statement(
+    lambda _dialect: (
+        select(_KEY)
+        .where(effect.c.thread_id == param("thread_id"), effect.c.at_risk == 1, effect.c.state == INTENT)
+        .order_by(effect.c.started_at)
+        .limit(20)
+    )
+)
+_UNDER_WAY = Statement(
+    lambda _dialect: (
+        select(thread.c.id)
+        .where(
+            thread.c.id == param("thread_id"),
+            or_(
+                thread.c.lease_nonce == param("nonce"),
+                exists().where(node_run.c.thread_id == param("thread_id"), node_run.c.lease_nonce == param("nonce")),
+            ),
+        )
+        .limit(1)
+    )
+)
+_RESOLVE = Statement(
+    lambda _dialect: (
+        update(effect)
+        .where(effect.c.thread_id == param("thread_id"), param("key") == _KEY)
+        .values(
+            state=param("state"),
+            result=param("result"),
+            error=param("error"),
+            resolved_by=param("resolved_by"),
+            ended_at=db_now(),
+        )
+    )
+)
+
+
+def by_key(transaction: Transaction, thread_id: str, key: str) -> UnknownEffect | None:
+    """Return an effect by its idempotency key, locked; its thread is locked already."""
+    row = transaction.row(_BY_KEY, {"thread_id": thread_id, "key": key})
+    return None if row is None else UnknownEffect(*row)
+
+
+def unknown_of_thread(transaction: Transaction, thread_id: str) -> list[str]:
+    """Return the keys of up to 20 effects of a thread that were begun and have no outcome."""
+    return [str(row[0]) for row in transaction.rows(_UNKNOWN_OF_THREAD, {"thread_id": thread_id})]
+
+
+def is_under_way(transaction: Transaction, found: UnknownEffect) -> bool:
+    """Tell whether the attempt that began an effect still holds its lease."""
+    params = {"thread_id": found.thread_id, "nonce": found.nonce}
+    return transaction.row(_UNDER_WAY, params) is not None
+
+
+def resolve(
+    transaction: Transaction, thread_id: str, key: str, *, state: str, result: bytes | None, error: str | None, by: str
+) -> None:
+    """Write what a person says came of an effect."""
+    params = {"thread_id": thread_id, "key": key, "state": state, "result": result, "error": error}
+    transaction.run(_RESOLVE, {**params, "resolved_by": by})

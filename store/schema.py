@@ -224,7 +224,7 @@ effect = Table(
     _text("call"),  # explicit key, or name + arguments digest + occurrence
     _text("tenant"),
     _text("name"),
-    _text("state"),  # intent | done | failed
+    _text("state"),  # intent | done | failed | given_up
     _count("at_risk"),
     Column("arguments_digest", LargeBinary, nullable=False),
     Column("result", LargeBinary),
@@ -234,6 +234,8 @@ effect = Table(
     _time("deadline"),
     _time("started_at"),
     _time("ended_at", nullable=True),
+    Column("arguments", LargeBinary),  # of one at risk, for the person who may have to find out whether it happened
+    Column("resolved_by", Text),  # who said what came of it
     PrimaryKeyConstraint("thread_id", "step", "run", "call", name="keepstep_effect_pkey"),
 )
 

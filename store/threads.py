@@ -27,7 +27,7 @@ from keepstep.store.schema import (
     worker,
 )
 from keepstep.store.statements import Statement, contains, db_now, one_of, param
-from keepstep.store.waits import ask_again, withdraw
+from keepstep.store.waits import answer, ask_again, open_for_children, withdraw
 
 
 class ThreadState(NamedTuple):
@@ -427,6 +427,15 @@ def cancel(transaction: Transaction, found: ThreadState, error: str) -> list[Nud
     return nudges
 
 
+def _take_up_children(transaction: Transaction, found: ThreadState) -> None:
+    """Keep the children that were to be cancelled with a run and go on still; hear of those that have ended."""
+    children.reclaim(transaction, found.id)
+    for key, child_run in open_for_children(transaction, found.id):
+        status = children.take(transaction, child_run)
+        if status is not None:
+            answer(transaction, key, status.encode())
+
+
 def retry(transaction: Transaction, found: ThreadState, step_limit: int | None) -> list[Nudge]:
     """Continue a failed, blocked or cancelled run: only what has not ended well runs again; return the nudges.
 
@@ -439,6 +448,7 @@ def retry(transaction: Transaction, found: ThreadState, step_limit: int | None) 
     retried = transaction.rows(_RETRY, params)[0]
     if found.status == CANCELLED:
         ask_again(transaction, found.id, found.branch, found.seq + 1)
+        _take_up_children(transaction, found)
     for run_id, spawned in transaction.rows(_RESUME_RUN, place):
         if spawned:
             children.revive(transaction, run_id)

@@ -4,12 +4,15 @@ from __future__ import annotations
 
 from typing import NamedTuple
 
-from sqlalchemy import Text, cast, func, or_, select
+from sqlalchemy import Text, cast, exists, func, or_, select
 
 from keepstep.store.claims import CHECKPOINT_COLUMNS, CheckpointRow, checkpoint_row
 from keepstep.store.engine import Store
 from keepstep.store.schema import (
+    BLOCKED,
+    FAILED,
     READY,
+    WAITING,
     approval,
     audit,
     checkpoint,
@@ -22,7 +25,7 @@ from keepstep.store.schema import (
     thread,
     wait,
 )
-from keepstep.store.statements import Statement, db_now, param
+from keepstep.store.statements import Statement, db_now, one_of, param
 
 
 class ThreadView(NamedTuple):
@@ -128,6 +131,7 @@ class DecisionView(NamedTuple):
 class EffectView(NamedTuple):
     """An effect of a thread."""
 
+    thread_id: str
     step: str
     run: str
     call: str
@@ -138,6 +142,13 @@ class EffectView(NamedTuple):
     calls: int
     started_at: float
     ended_at: float | None
+    resolved_by: str | None
+    arguments: bytes | None
+
+    @property
+    def key(self) -> str:
+        """The idempotency key."""
+        return f"{self.step}/{self.run}/{self.call}"
 
 
 class WaitView(NamedTuple):
@@ -244,6 +255,23 @@ _EFFECTS = Statement(
         select(*(effect.c[name] for name in EffectView._fields))
         .where(effect.c.thread_id == param("thread_id"))
         .order_by(effect.c.started_at, effect.c.step, effect.c.run, effect.c.call)
+    )
+)
+_held = node_run.alias("held")
+_UNKNOWN_EFFECTS = Statement(
+    lambda _dialect: (
+        select(thread.c.agent, thread.c.name, *(effect.c[name] for name in EffectView._fields))
+        .select_from(effect.join(thread, thread.c.id == effect.c.thread_id))
+        .where(
+            effect.c.tenant == param("tenant"),
+            effect.c.state == "intent",
+            effect.c.at_risk == 1,
+            or_(thread.c.lease_nonce.is_(None), thread.c.lease_nonce != effect.c.nonce),
+            ~exists().where(_held.c.thread_id == effect.c.thread_id, _held.c.lease_nonce == effect.c.nonce),
+            one_of(thread.c.status, (READY, WAITING, BLOCKED, FAILED)),
+        )
+        .order_by(effect.c.started_at)
+        .limit(param("limit"))
     )
 )
 _WAITS = Statement(
@@ -371,6 +399,15 @@ def decisions(store: Store, tenant: str, approval_id: str) -> list[DecisionView]
 def effects(store: Store, thread_id: str) -> list[EffectView]:
     """Return a thread's journal in order."""
     return [EffectView(*row) for row in store.rows(_EFFECTS, {"thread_id": thread_id})]
+
+
+def unknown_effects(store: Store, tenant: str, *, limit: int) -> list[tuple[str, str, EffectView]]:
+    """Return a tenant's effects that were begun by attempts that are gone and have no outcome, oldest first.
+
+    Each with the graph and the name of its thread. Those of threads that have ended are left out.
+    """
+    rows = store.rows(_UNKNOWN_EFFECTS, {"tenant": tenant, "limit": limit})
+    return [(row[0], row[1], EffectView(*row[2:])) for row in rows]
 
 
 def waits(store: Store, thread_id: str) -> list[WaitView]:

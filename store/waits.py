@@ -272,6 +272,11 @@ def wait_for_signal(transaction: Transaction, thread_id: str, name: str, key: st
     return None if row is None else WaitKey(*row)
 
 
+_FOR_CHILDREN = Statement(
+    lambda _dialect: select(*_KEY_COLUMNS, wait.c.child_run).where(
+        wait.c.thread_id == param("thread_id"), wait.c.status == "open", wait.c.child_run.is_not(None)
+    )
+)
 _OF_CHILD = Statement(
     lambda _dialect: (
         select(*_KEY_COLUMNS)
@@ -285,6 +290,12 @@ _OF_CHILD = Statement(
         .with_for_update()
     )
 )
+
+
+def open_for_children(transaction: Transaction, thread_id: str) -> list[tuple[WaitKey, str]]:
+    """Return the open waits for the ends of children, each with the child's run id. The thread's lock is held."""
+    rows = transaction.rows(_FOR_CHILDREN, {"thread_id": thread_id})
+    return [(WaitKey(*row[:-1]), str(row[-1])) for row in rows]
 
 
 def of_child(transaction: Transaction, thread_id: str, run_id: str) -> list[WaitKey]:

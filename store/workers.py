@@ -188,6 +188,7 @@ def renew(
     """Say that a worker is alive; return the database's time, or None when it was given up meanwhile.
 
     `clock_skew` is what it measured from the time that its last renewal returned.
+
     `clock_was_set` says from the database's time by how many seconds that was set since the last renewal, 0 if it was
     not. The deadlines of the worker's leases are then set by as much, in the same transaction: nobody finds this worker
     alive and its leases run out.

@@ -82,6 +82,7 @@ class Liveness(Service):
             clock_was_set=clock_was_set,
         )
         now, told_at = time.monotonic(), time.time()
+        self._clock_skew = None if database_time is None else _skew(database_time, asked_at, told_at)
         if database_time is None:
             self._steady_since = now
             self._registration.register(self._store)
@@ -93,8 +94,12 @@ class Liveness(Service):
         if now - self._renewed_at > self._window:
             self._steady_since = now
         self._database_ahead = ahead
-        self._clock_skew = None if database_time is None else _skew(database_time, asked_at, told_at)
         self._renewed_at = now
+
+
+def _skew(database_time: float, before: float, after: float) -> float:
+    """Return how far this clock is surely ahead of the database's (below zero: behind), which was read in between."""
+    return before - database_time if before > database_time else min(after - database_time, 0.0)
 
 
 def _moved(before: tuple[float, float] | None, now: tuple[float, float]) -> float:
@@ -102,8 +107,3 @@ def _moved(before: tuple[float, float] | None, now: tuple[float, float]) -> floa
     if before is None or max(before[0], now[0]) - min(before[1], now[1]) <= _CLOCK_SLACK_SECONDS:
         return 0.0
     return now[1] - before[0] if now[0] > before[1] else now[0] - before[1]
-
-
-def _skew(database_time: float, before: float, after: float) -> float:
-    """Return how far this clock is surely ahead of the database's (below zero: behind), which was read in between."""
-    return before - database_time if before > database_time else min(after - database_time, 0.0)

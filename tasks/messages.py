@@ -175,6 +175,29 @@ class Edit(Message):
     )
 
 
+class Resolve(Message):
+    """Say what became of an effect whose outcome is unknown; the thread that it blocks goes on."""
+
+    verb: Literal["resolve"] = Field(description="Always `resolve`.")
+    effect: Annotated[str, StringConstraints(min_length=1, max_length=1000), AfterValidator(_printable)] = Field(
+        description="The effect's idempotency key, as `keepstep effects` shows it."
+    )
+    outcome: Literal["happened", "not_happened", "give_up"] = Field(
+        description="`happened`: the node gets the result. `not_happened`: it calls again, under the same key. "
+        "`give_up`: it gets an error that it may handle."
+    )
+    result: Any = Field(None, description="With `happened`: what the call returned.")
+    by: Name = Field(description="Who says so; it stands in the journal and in the audit.")
+    reason: Text | None = Field(None, description="Why, for people.")
+
+    @model_validator(mode="after")
+    def _fits_outcome(self) -> Self:
+        if self.result is not None and self.outcome != "happened":
+            kind, text = "unwanted_result", "A result belongs to the outcome happened"
+            raise PydanticCustomError(kind, text)
+        return self
+
+
 class ErrorPart(BaseModel):
     """Why a command was refused."""
 
@@ -200,13 +223,14 @@ class Reply(BaseModel):
     error: ErrorPart | None = Field(None, description="With `refused`: why.")
 
 
-Command = Start | Decide | SignalMessage | Control | Edit
+Command = Start | Decide | SignalMessage | Control | Edit | Resolve
 _MODELS: dict[str, type[Command]] = {
     "start": Start,
     "decide": Decide,
     "signal": SignalMessage,
     "control": Control,
     "edit": Edit,
+    "resolve": Resolve,
 }
 
 
@@ -359,6 +383,12 @@ _EXAMPLES: dict[str, dict[str, Any]] = {
         "values": {"amount": "10.00"},
         "by": "anna@example.com",
         "expect": 3,
+    },
+    "resolve": {
+        "effect": "01jdz8k0b2c4d6e8f0g2h4j6km/0/2/pay/send_payment:81",
+        "outcome": "happened",
+        "result": {"receipt": "R-81"},
+        "by": "anna@example.com",
     },
 }
 _EXAMPLE_ID = "01jdz8jzmt3n5e7p9a1s4d6f8g"

@@ -13,6 +13,7 @@ from urllib.parse import urlsplit
 
 import pytest
 
+from tests.rabbitmq import NO_RABBITMQ, NoRabbitMQ, RabbitMQServer
 from tests.servers import PostgreSQLServer, Proxy, RedisServer, running
 
 if TYPE_CHECKING:
@@ -41,6 +42,20 @@ def postgresql_server() -> Iterator[PostgreSQLServer]:
 def redis_server() -> Iterator[RedisServer]:
     """The Redis server of this run: a test that stops or freezes one uses `spare_redis`."""
     server = RedisServer()
+    with running(server):
+        yield server
+
+
+@pytest.fixture(scope="session")
+def rabbitmq_server() -> Iterator[RabbitMQServer]:
+    """The RabbitMQ server of this run, which takes seconds to start: `rabbitmq_url` is a test's own part of it.
+
+    Where there is none and none can be installed, the tests that need one are skipped, each by its name.
+    """
+    try:
+        server = RabbitMQServer()
+    except NoRabbitMQ as error:
+        pytest.skip(f"{NO_RABBITMQ}: {error}")
     with running(server):
         yield server
 
@@ -125,6 +140,35 @@ def redis_url(redis_server: RedisServer) -> str:
     """The shared Redis server, emptied for this test."""
     redis_server.flush()
     return redis_server.url
+
+
+@pytest.fixture
+def rabbitmq_vhost(rabbitmq_server: RabbitMQServer) -> Iterator[str]:
+    """A virtual host of this test's own in the shared RabbitMQ server."""
+    name = rabbitmq_server.create_vhost()
+    yield name
+    rabbitmq_server.mend()
+    rabbitmq_server.drop_vhost(name)
+
+
+@pytest.fixture
+def rabbitmq_url(rabbitmq_server: RabbitMQServer, rabbitmq_vhost: str) -> str:
+    """A virtual host of this test's own in the shared RabbitMQ server, which may be killed: it is started again."""
+    return rabbitmq_server.url_of(rabbitmq_vhost)
+
+
+@pytest.fixture
+def rabbitmq_proxy(rabbitmq_server: RabbitMQServer) -> Iterator[Proxy]:
+    """A proxy before the shared RabbitMQ server; `proxied_rabbitmq_url` is this test's virtual host through it."""
+    proxy = Proxy(rabbitmq_server.port)
+    with running(proxy):
+        yield proxy
+
+
+@pytest.fixture
+def proxied_rabbitmq_url(rabbitmq_server: RabbitMQServer, rabbitmq_vhost: str, rabbitmq_proxy: Proxy) -> str:
+    """The virtual host of `rabbitmq_url`, reached through `rabbitmq_proxy`."""
+    return rabbitmq_server.url_of(rabbitmq_vhost, rabbitmq_proxy.port)
 
 
 @pytest.fixture

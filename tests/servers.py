@@ -1,7 +1,7 @@
 """Real servers for tests: PostgreSQL and Redis on this machine, and a proxy that breaks connections on purpose.
 
-Each class starts its server in a temporary folder and stops it; none needs root, a package manager or a fixed port. A
-server that cannot be had is an error that says what to install, never a skip.
+RabbitMQ stands in `tests/rabbitmq.py`. Each class starts its server in a temporary folder and stops it; none needs
+root, a package manager or a fixed port. A server that cannot be had is an error that says what to install, not a skip.
 """
 
 from __future__ import annotations
@@ -374,7 +374,7 @@ class Proxy:
 
 
 class Stoppable(Protocol):
-    """What runs until it is stopped."""
+    """A server, or a proxy."""
 
     def stop(self) -> None:
         """End it."""

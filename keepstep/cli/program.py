@@ -17,7 +17,7 @@ import typer
 from typer.main import get_command
 
 from keepstep import __version__
-from keepstep.cli import approvals, control, doctor, limits, schema, show, start, threads, worker
+from keepstep.cli import approvals, control, doctor, effects, limits, schema, show, start, threads, worker
 from keepstep.cli.command import Broker, Database, Json, Tenant, app
 from keepstep.cli.session import OutputClosed, Session
 from keepstep.errors import InvalidInput, KeepstepError
@@ -32,6 +32,7 @@ _COMMANDS = {
     start: ["start"],
     threads: ["threads", "history", "state"],
     show: ["show"],
+    effects: ["effects", "resolve"],
     approvals: ["approvals", "approve", "reject", "answer"],
     control: ["signal", "pause", "resume", "cancel", "retry"],
     limits: ["limit"],

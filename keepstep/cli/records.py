@@ -78,6 +78,7 @@ def node_run(found: NodeRunView) -> dict[str, Any]:
 def effect(found: EffectView) -> dict[str, Any]:
     """Return an effect's record."""
     return {
+        "key": found.key,
         "step": found.step,
         "run": found.run,
         "call": found.call,
@@ -85,6 +86,7 @@ def effect(found: EffectView) -> dict[str, Any]:
         "state": found.state,
         "calls": found.calls,
         "error": error_of(found.error),
+        "resolved_by": found.resolved_by,
         "started_at": iso(found.started_at),
         "ended_at": iso(found.ended_at),
     }

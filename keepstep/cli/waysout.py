@@ -11,8 +11,7 @@ _OF_CODES = {
     "step_limit": "{retry} --step-limit N",
     "child_failed": "what the child came to stands ({show}): once that is mended, give the thread another run",
     "worker_lost": "mend what takes its worker down, then {retry}",
-    "effect_unknown": "find out whether it happened. Harmless twice: declare the effect idempotent, deploy, {retry}. "
-    "Else: {cancel}",
+    "effect_unknown": "find out whether it happened, and say so: {effects} lists it with the commands",
     "diverged": "see what the earlier attempt did ({show}). If an edit of the state led elsewhere: edit it back, "
     "{retry}. Else: {cancel}",
     "history_corrupt": "restore the stored checkpoint: nothing runs on it",
@@ -35,5 +34,6 @@ def way_out(session: Session, thread: str, status: str, error: Any) -> str | Non
     known = status == "blocked" or code in {"step_limit", "child_failed"}
     text = _OF_CODES.get(str(code)) if known else None
     return (text or _OF_STATUSES[status]).format(
-        **{verb: session.hint(f"{verb} {thread}") for verb in ("retry", "cancel", "show")}
+        effects=session.hint("effects"),
+        **{verb: session.hint(f"{verb} {thread}") for verb in ("retry", "cancel", "show")},
     )

@@ -220,8 +220,8 @@ MUTANTS = (
                 "            message.ack()\n            accepted = commands.accept(self._runtime, command)\n",
             ),
             (
-                "            self._reply(message, command.id, reply)\n            message.ack()\n",
-                "            self._reply(message, command.id, reply)\n",
+                '            reach("before_ack", command.verb)\n            message.ack()\n',
+                '            reach("before_ack", command.verb)\n',
             ),
         ),
         ("tests/worker/test_deaths.py::test_a_command_committed_by_a_worker_that_died_is_not_lost[embedded]",),

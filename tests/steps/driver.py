@@ -35,6 +35,7 @@ _DEFAULTS: dict[str, dict[str, Any]] = {
     },
     "decide": {"arguments": None, "answer": None, "comment": None, "by": "anna"},
     "signal": {"application": "default", "graph": None, "payload": None, "key": None},
+    "resolve": {"result": None, "reason": None, "by": "anna"},
     "control": {"application": "default", "graph": None, "by": None, "reason": None, "step_limit": None},
     "edit": {"application": "default", "graph": None, "by": "anna", "reason": None, "expect": None},
 }

@@ -31,8 +31,8 @@ def all_commands():
     return dict(reference._commands(get_command(app), "keepstep"))
 
 
-LOOKING = {"threads", "show", "history", "state", "approvals"}
-SENDING = {"start", "approve", "reject", "answer", "signal", "pause", "resume", "cancel", "retry"}
+LOOKING = {"threads", "show", "history", "state", "effects", "approvals"}
+SENDING = {"start", "approve", "reject", "answer", "signal", "pause", "resume", "cancel", "retry", "resolve"}
 
 
 def program(*arguments, cwd=None, **options):
@@ -157,6 +157,8 @@ sys.exit(code)
         (["start", "g", "t", "--timeout", "3"], 2, "--timeout belongs to --wait"),
         (["start", "g", "t", "--wait", "--no-confirm"], 2, "exclude each other"),
         (["start", "g", "two\nlines"], 2, "thread must be 1 to 200 printable characters"),
+        (["resolve", "x/0/1/n/pay:1"], 2, "say one of --happened RESULT"),
+        (["resolve", "k", "--give-up", "--not-happened"], 2, "say one of --happened RESULT"),
         (["state", "t", "--set", "a"], 2, "an edit is written --set key=value"),
         (["state", "t", "--set", "a=1", "--at", "3"], 2, "--set and --at exclude each other"),
         (["state", "t", "--by", "anna"], 2, "belong to --set"),
@@ -354,6 +356,20 @@ def test_ctrl_c_while_nobody_answers(tmp_path):
         (
             ["retry", "t", "-g", "g", "--step-limit", "40", "--by", "anna"],
             {"verb": "control", "action": "retry", "thread": "t", "graph": "g", "step_limit": 40, "by": "anna"},
+        ),
+        (
+            ["resolve", "x/0/1/n/pay:1", "--happened", '{"receipt": 7}', "--by", "anna"],
+            {
+                "verb": "resolve",
+                "effect": "x/0/1/n/pay:1",
+                "outcome": "happened",
+                "result": {"receipt": 7},
+                "by": "anna",
+            },
+        ),
+        (
+            ["resolve", "x/0/1/n/pay:1", "--give-up", "--reason", "too old", "--by", "anna"],
+            {"verb": "resolve", "effect": "x/0/1/n/pay:1", "outcome": "give_up", "reason": "too old", "by": "anna"},
         ),
         (
             ["state", "t", "--set", "a=[1]", "--set", "b=1.50", "--by", "anna"],

@@ -23,10 +23,7 @@ OPERATING = Path(__file__).parents[2] / "docs" / "operating.md"
         (
             "blocked",
             "effect_unknown",
-            (
-                "find out whether it happened. Harmless twice: declare the effect idempotent, deploy, "
-                "keepstep retry T. Else: keepstep cancel T"
-            ),
+            "find out whether it happened, and say so: keepstep effects lists it with the commands",
         ),
         (
             "blocked",

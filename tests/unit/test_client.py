@@ -95,6 +95,10 @@ VERBS = {
         {"verb": "edit", "thread": "order-1", "application": "default", "values": {"amount": "9", "note": None},
          "by": "anna"},
     ),
+    "resolve": (
+        lambda c: c.resolve("x/0/1/n/pay:1", "happened", result=None, by="anna"),
+        {"verb": "resolve", "effect": "x/0/1/n/pay:1", "outcome": "happened", "result": None, "by": "anna"},
+    ),
     "edit what was looked at": (
         lambda c: c.edit("order-1", {"n": 1}, by="anna", graph="refunds", reason="typo", expect=0, id="e1"),
         {"verb": "edit", "id": "e1", "thread": "order-1", "application": "default", "graph": "refunds",

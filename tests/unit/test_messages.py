@@ -14,6 +14,15 @@ START = {"v": 1, "verb": "start", "id": "c1", "tenant": "t", "graph": "g", "thre
 DECIDE = {"v": 1, "verb": "decide", "id": "c1", "tenant": "t", "approval": "a", "verdict": "approve", "by": "b"}
 SIGNAL = {"v": 1, "verb": "signal", "id": "c1", "tenant": "t", "thread": "th", "name": "n"}
 CONTROL = {"v": 1, "verb": "control", "id": "c1", "tenant": "t", "thread": "th", "action": "pause"}
+RESOLVE = {
+    "v": 1,
+    "verb": "resolve",
+    "id": "c1",
+    "tenant": "t",
+    "effect": "x/0/1/n/pay:1",
+    "outcome": "give_up",
+    "by": "b",
+}
 EDIT = {"v": 1, "verb": "edit", "id": "c1", "tenant": "t", "thread": "th", "values": {"k": 1}, "by": "b"}
 SECRET = "sk-canary-9d1"
 
@@ -33,6 +42,9 @@ def test_commands_are_read_with_their_defaults():
     assert isinstance(parse(DECIDE), messages.Decide)
     assert isinstance(parse(SIGNAL), messages.SignalMessage)
     assert isinstance(parse(CONTROL), messages.Control)
+    resolve = parse(RESOLVE)
+    assert isinstance(resolve, messages.Resolve)
+    assert resolve.model_dump() == RESOLVE | {"result": None, "reason": None}
     edit = parse(EDIT)
     assert isinstance(edit, messages.Edit)
     assert edit.model_dump() == EDIT | {"application": "default", "graph": None, "reason": None, "expect": None}
@@ -69,8 +81,8 @@ def test_numbers_arrive_as_they_were_sent():
         (b"{}", "$.v: the version is needed, a whole number"),
         (b'{"v": true}', "$.v: the version is needed, a whole number"),
         (b'{"v": "1"}', "$.v: the version is needed, a whole number"),
-        (b'{"v": 1}', "$.verb: one of start, decide, signal, control, edit is needed"),
-        (b'{"v": 1, "verb": ["start"]}', "$.verb: one of start, decide, signal, control, edit is needed"),
+        (b'{"v": 1}', "$.verb: one of start, decide, signal, control, edit, resolve is needed"),
+        (b'{"v": 1, "verb": ["start"]}', "$.verb: one of start, decide, signal, control, edit, resolve is needed"),
     ],
 )  # fmt: skip
 def test_a_body_that_is_no_message_is_refused(body, problem):
@@ -166,7 +178,7 @@ def test_the_documents_examples_are_accepted():
     values = [json.loads(block.split("```")[0]) for block in blocks]
     commands = [value for value in values if "verb" in value]
     assert [type(parse(command)).__name__ for command in commands] == [
-        "Start", "Decide", "SignalMessage", "Control", "Edit",
+        "Start", "Decide", "SignalMessage", "Control", "Edit", "Resolve",
     ]  # fmt: skip
     for answer in values[len(commands) :]:
         messages.Reply.model_validate(answer)

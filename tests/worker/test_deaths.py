@@ -101,7 +101,8 @@ def test_a_killed_supervisor_leaves_no_worker_behind(embedded):
     assert len(gone) == 2
 
 
-def test_a_node_that_kills_its_process_is_blocked_after_three_deaths(deployment):
+def test_a_node_that_kills_its_process_is_blocked_after_three_deaths(on_each_broker):
+    deployment = on_each_broker
     worker = deployment.worker(concurrency=2)
     healthy = [f"t{number}" for number in range(10)]
     deployment.start("poison", "p")

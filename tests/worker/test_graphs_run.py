@@ -16,7 +16,8 @@ from tests.worker.deployment import AGENTS, deployed, eventually
 CHAIN = ("a", "b", "c")
 
 
-def test_threads_finish_with_every_node_started_once(deployment):
+def test_threads_finish_with_every_node_started_once(on_each_broker):
+    deployment = on_each_broker
     deployment.worker(concurrency=2)
     threads = [f"t{number}" for number in range(10)]
 
@@ -48,7 +49,8 @@ def test_children_that_are_started_afresh_instead_of_forked(embedded):
     assert worker.stop() == 0
 
 
-def test_a_fan_out_is_spread_over_workers_and_joined_once(deployment):
+def test_a_fan_out_is_spread_over_workers_and_joined_once(on_each_broker):
+    deployment = on_each_broker
     deployment.touch("hold-part")
     workers = [deployment.worker(concurrency=1) for _ in range(2)]
 
@@ -126,7 +128,8 @@ def test_each_child_has_a_connection_of_its_own(early):
     assert "Traceback" not in worker.log.read_text()
 
 
-def test_a_worker_that_is_asked_to_stop_finishes_what_runs_and_leaves(deployment):
+def test_a_worker_that_is_asked_to_stop_finishes_what_runs_and_leaves(on_each_broker):
+    deployment = on_each_broker
     worker = deployment.supervised(concurrency=1)
     deployment.start("held", "h")
     started_at = float(deployment.started("h hold")[0][-1])

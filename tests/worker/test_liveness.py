@@ -128,6 +128,21 @@ def test_a_worker_that_was_given_up_registers_again_under_its_id(worker, clock):
     assert [(line["event"], line["worker_id"]) for line in lines] == [("worker_was_given_up", worker_id)]
 
 
+@pytest.mark.parametrize("skew", [7.0, -7.0, 0.0])
+def test_what_its_clock_said_is_written_at_the_next_renewal(worker, clock, skew):
+    clock.wall = clock.database + skew
+    worker.work()
+    assert [state.clock_skew for state in workers.live(worker._store)] == [None]
+    worker.work()
+    assert [state.clock_skew for state in workers.live(worker._store)] == [skew]
+
+
+def test_a_slow_answer_is_no_wrong_clock():
+    assert liveness._skew(100.0, before=99.0, after=103.0) == 0.0
+    assert liveness._skew(100.0, before=101.0, after=104.0) == 1.0
+    assert liveness._skew(100.0, before=90.0, after=98.0) == -2.0
+
+
 def swept(worker):
     """Sweep as a worker would, and claim what that found: return whose leases were taken."""
     store, worker_id = worker._store, worker._registration.worker_id
@@ -195,18 +210,3 @@ def test_a_thread_that_was_due_when_the_clock_was_set_back_is_due_all_the_same(f
     clock.pass_(3)
     worker.work()
     assert swept(worker) == [thread_id]
-
-
-@pytest.mark.parametrize("skew", [7.0, -7.0, 0.0])
-def test_what_its_clock_said_is_written_at_the_next_renewal(worker, clock, skew):
-    clock.wall = clock.database + skew
-    worker.work()
-    assert [state.clock_skew for state in workers.live(worker._store)] == [None]
-    worker.work()
-    assert [state.clock_skew for state in workers.live(worker._store)] == [skew]
-
-
-def test_a_slow_answer_is_no_wrong_clock():
-    assert liveness._skew(100.0, before=99.0, after=103.0) == 0.0
-    assert liveness._skew(100.0, before=101.0, after=104.0) == 1.0
-    assert liveness._skew(100.0, before=90.0, after=98.0) == -2.0

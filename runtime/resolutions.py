@@ -1,0 +1,76 @@
+"""What a person says of an effect whose outcome nobody here knows: it happened, it did not, or give it up."""
+
+from __future__ import annotations
+
+from typing import Any, NamedTuple
+
+from keepstep.errors import InvalidInput, NotFound, WrongStatus
+from keepstep.runtime.environment import Runtime
+from keepstep.runtime.outcome import error_text
+from keepstep.store import effects, threads
+from keepstep.store.engine import Transaction
+from keepstep.store.leases import Nudge
+from keepstep.store.schema import BLOCKED
+from keepstep.store.threads import ThreadState
+
+HAPPENED, NOT_HAPPENED, GIVE_UP = "happened", "not_happened", "give_up"
+
+
+class Resolved(NamedTuple):
+    """The thread that goes on."""
+
+    thread: ThreadState
+    nudges: list[Nudge]
+
+
+def resolve(
+    runtime: Runtime,
+    transaction: Transaction,
+    *,
+    tenant: str,
+    key: str,
+    outcome: str,
+    result: Any,
+    by: str,
+    reason: str | None,
+) -> Resolved:
+    """Write what became of an effect, and let the thread that was blocked by it go on.
+
+    `key` is the effect's idempotency key. `happened`: the node gets `result` as if the call had returned it.
+    `not_happened`: the node calls again, under the same key. `give_up`: the node gets `EffectGivenUp`. Raises
+    `NotFound` when there is no such effect, `WrongStatus` when its outcome is known or its call under way.
+    """
+    found = threads.by_id(transaction, key.partition("/")[0])
+    if found is None or found.tenant != tenant:
+        text = f"there is no effect {key!r}"
+        raise NotFound(text)
+    known = effects.by_key(transaction, found.id, key)
+    if known is None:
+        others = ", ".join(effects.unknown_of_thread(transaction, found.id)) or "none"
+        text = f"thread {found.name!r} has no effect {key!r} (its effects without an outcome: {others})"
+        raise NotFound(text)
+    _check(transaction, known, outcome, result)
+    stored = runtime.plain_codec.encode(result, path="$.result") if outcome == HAPPENED else None
+    error = error_text({"code": f"resolved_{outcome}", "message": reason or "", "by": by})
+    effects.resolve(
+        transaction,
+        found.id,
+        key,
+        state={HAPPENED: effects.DONE, NOT_HAPPENED: effects.FAILED, GIVE_UP: effects.GIVEN_UP}[outcome],
+        result=stored,
+        error=None if outcome == HAPPENED else error,
+        by=by,
+    )
+    return Resolved(found, threads.retry(transaction, found, None) if found.status == BLOCKED else [])
+
+
+def _check(transaction: Transaction, known: effects.UnknownEffect, outcome: str, result: Any) -> None:
+    if known.state != effects.INTENT and known.resolved_by is None:
+        text = f"effect {known.name!r} is {known.state}: its outcome is known, there is nothing to resolve"
+        raise WrongStatus(text)
+    if effects.is_under_way(transaction, known):
+        text = f"effect {known.name!r} is being performed at this moment: wait for what comes of it"
+        raise WrongStatus(text)
+    if outcome != HAPPENED and result is not None:
+        text = "$.result: only what happened has a result"
+        raise InvalidInput(text)

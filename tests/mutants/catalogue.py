@@ -153,8 +153,8 @@ MUTANTS = (
         "runtime/effects.py",
         (
             (
-                "        if not declared.idempotent:\n            self.check_course",
-                "        if False:\n            self.check_course",
+                "        if declared.idempotent:\n            return call\n        self.check_course",
+                "        if True:\n            return call\n        self.check_course",
             ),
         ),
         (_EFFECTS + "an_intent_without_a_result_blocks[sqlite]",),
@@ -165,8 +165,8 @@ MUTANTS = (
         "runtime/effects.py",
         (
             (
-                "            self._store.patiently(\n                lambda: journal.begin(",
-                "            self._late = (\n                lambda: journal.begin(",
+                "        self._store.patiently(\n            lambda: journal.begin(",
+                "        self._late = (\n            lambda: journal.begin(",
             ),
             (
                 "        stored = call.codec.encode(result, path=",

@@ -6,7 +6,7 @@ from collections.abc import Callable, Mapping
 from types import MappingProxyType
 from typing import Any, NamedTuple
 
-from sqlalchemy import ColumnElement, Table, and_, case, exists, func, literal, or_, select, update
+from sqlalchemy import ColumnElement, Table, and_, case, exists, func, literal, select, update
 from sqlalchemy import String as Text
 from sqlalchemy import Text as TextType
 from sqlalchemy.sql.base import Executable
@@ -14,7 +14,7 @@ from sqlalchemy.sql.base import Executable
 from keepstep.errors import DatabaseUnavailable
 from keepstep.store import limits
 from keepstep.store.engine import Store, Transaction
-from keepstep.store.leases import PAUSE, Fence, Owner, give_back, is_carried, is_overdue, new_nonce
+from keepstep.store.leases import PAUSE, Fence, Owner, give_back, is_carried, is_takeable, new_nonce
 from keepstep.store.routines import Routine
 from keepstep.store.schema import READY, WAITING, checkpoint, node_run, thread
 from keepstep.store.statements import Row, Statement, db_now, param
@@ -120,7 +120,7 @@ def _is_free(table: Table) -> list[ColumnElement[bool]]:
         table.c.status == READY,
         table.c.version == param("version"),
         table.c.due_at <= db_now(),
-        or_(table.c.lease_nonce.is_(None), is_overdue(table)),
+        is_takeable(table),
     ]
 
 

@@ -19,7 +19,7 @@ from dataclasses import dataclass
 from typing import Any, NamedTuple
 
 import msgspec
-from sqlalchemy import ColumnElement, Table, and_, cast, exists, literal, update
+from sqlalchemy import ColumnElement, Table, and_, cast, exists, literal, or_, update
 from sqlalchemy import String as Text
 
 from keepstep.errors import StaleLease
@@ -66,16 +66,6 @@ class Nudge(NamedTuple):
     run: str = ""
 
 
-def is_overdue(table: Table) -> ColumnElement[bool]:
-    """The condition that a lease has outlived its deadline.
-
-    A deadline counts by the word of a worker that is seen to live: one that was cut off is given up by the sweep, and
-    after the database's clock was set forward each worker first moves its leases along (`workers.renew`).
-    """
-    holder = exists().where(worker.c.id == table.c.lease_worker, worker.c.alive_until > db_now())
-    return and_(table.c.lease_deadline <= db_now(), holder)
-
-
 def nudge_columns(table: Table) -> list[ColumnElement[Any]]:
     """Return the columns of a thread or node run from which its nudge is made, after the kind."""
     if table is thread:
@@ -97,6 +87,16 @@ def carried_key(graph: str, version: str) -> str:
 def queue_of(graph: str, version: str) -> str:
     """Return the queue of a graph's version: its nudges are never taken by a worker that does not carry it."""
     return f"{graph.replace('%', '%25').replace('@', '%40')}@{version}"
+
+
+def is_takeable(table: Table) -> ColumnElement[bool]:
+    """The condition that nobody holds a row's lease, or somebody who has overstayed its deadline.
+
+    A deadline counts by the word of a worker that is seen to live: one that was cut off is given up by the sweep, and
+    after the database's clock was set forward each worker first moves its leases along (`workers.renew`).
+    """
+    holder = exists().where(worker.c.id == table.c.lease_worker, worker.c.alive_until > db_now())
+    return or_(table.c.lease_nonce.is_(None), and_(table.c.lease_deadline <= db_now(), holder))
 
 
 def is_carried() -> ColumnElement[bool]:

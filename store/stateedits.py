@@ -8,12 +8,12 @@ from __future__ import annotations
 
 from typing import Any, NamedTuple
 
-from sqlalchemy import Text, and_, case, func, literal, not_, or_, select, update
+from sqlalchemy import Text, case, func, literal, or_, select, update
 
 from keepstep.store.checkpoints import NewCheckpoint, insert_checkpoint
 from keepstep.store.claims import CheckpointRow, checkpoint_range
 from keepstep.store.engine import Transaction
-from keepstep.store.leases import PAUSE, Nudge, is_overdue, nudge_columns, released
+from keepstep.store.leases import PAUSE, Nudge, is_takeable, nudge_columns, released
 from keepstep.store.outcomes import NUDGE_SECONDS
 from keepstep.store.schema import READY, node_run, thread, wait, worker
 from keepstep.store.statements import Statement, contains, db_now, param
@@ -31,7 +31,7 @@ class EditedHead(NamedTuple):
 
 
 def _is_held(table: Any) -> Any:
-    return and_(table.c.lease_nonce.is_not(None), not_(is_overdue(table)))
+    return ~is_takeable(table)
 
 
 _HEAD = Statement(

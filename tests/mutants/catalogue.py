@@ -75,7 +75,7 @@ MUTANTS = (
         "the fence",
         "a lease is taken from somebody who lives",
         "store/claims.py",
-        (("        or_(table.c.lease_nonce.is_(None), and_(table.c.lease_deadline <= db_now(), holder)),\n", ""),),
+        (("        is_takeable(table),\n", ""),),
         ("tests/store/test_claim.py", "-k", "sqlite"),
     ),
     Mutant(
@@ -153,8 +153,8 @@ MUTANTS = (
         "runtime/effects.py",
         (
             (
-                "        if not declared.idempotent:\n            self.check_course",
-                "        if False:\n            self.check_course",
+                "        if declared.idempotent:\n            return call\n        self.check_course",
+                "        if True:\n            return call\n        self.check_course",
             ),
         ),
         (_EFFECTS + "an_intent_without_a_result_blocks[sqlite]",),
@@ -165,8 +165,8 @@ MUTANTS = (
         "runtime/effects.py",
         (
             (
-                "            self._store.patiently(\n                lambda: journal.begin(",
-                "            self._late = (\n                lambda: journal.begin(",
+                "        self._store.patiently(\n            lambda: journal.begin(",
+                "        self._late = (\n            lambda: journal.begin(",
             ),
             (
                 "        stored = call.codec.encode(result, path=",
@@ -317,7 +317,7 @@ MUTANTS = (
     Mutant(
         "taking over",
         "a deadline counts though nobody has seen its worker",
-        "store/claims.py",
+        "store/leases.py",
         (("and_(table.c.lease_deadline <= db_now(), holder)", "table.c.lease_deadline <= db_now()"),),
         ("tests/store/test_claim.py::test_a_deadline_does_not_count_while_nobody_has_seen_its_worker",),
     ),

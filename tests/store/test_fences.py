@@ -69,7 +69,9 @@ def _finish_node(store, fence):
 
 
 def _intend(store, fence):
-    effects.begin(store, fence, _key(fence), tenant="default", name="pay", arguments_digest=b"a", seconds=9)
+    effects.begin(
+        store, fence, _key(fence), tenant="default", name="pay", arguments_digest=b"a", arguments=None, seconds=9
+    )
 
 
 def _record(store, fence):

@@ -321,7 +321,9 @@ class World:
             "an accepted command was refused later",
             f"{command.message.id}: {outcome}",
         )
-        if accepted is not None and not accepted.duplicate and self.counts["database failures"] == failures:
+        cancels = command.message.verb == "control" and command.message.action == "cancel"
+        applied = accepted is not None and not accepted.duplicate
+        if cancels and applied and self.counts["database failures"] == failures:
             left = self.store.query(_DISOWNED, accepted.thread_id)
             self.require(not left, "a cancelled parent's child was left for later", str(left))
         self.note(f"{command.message.id} {outcome}{' again' if accepted and accepted.duplicate else ''}")

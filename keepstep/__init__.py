@@ -11,6 +11,8 @@ from typing import TYPE_CHECKING
 
 if TYPE_CHECKING:
     from keepstep.client import Client, Receipt
+    from keepstep.errors import ChildFailed
+    from keepstep.runtime.children import Child, ChildResult
     from keepstep.runtime.context import AsyncContext, Context
     from keepstep.runtime.effects import effect
     from keepstep.runtime.graph import END, START, Goto, Graph, Send
@@ -24,6 +26,9 @@ __version__ = "0.1.0"
 _HOMES = {
     "Client": "keepstep.client",
     "Receipt": "keepstep.client",
+    "Child": "keepstep.runtime.children",
+    "ChildFailed": "keepstep.errors",
+    "ChildResult": "keepstep.runtime.children",
     "AsyncContext": "keepstep.runtime.context",
     "Context": "keepstep.runtime.context",
     "effect": "keepstep.runtime.effects",
@@ -44,6 +49,9 @@ __all__ = [
     "END",
     "START",
     "AsyncContext",
+    "Child",
+    "ChildFailed",
+    "ChildResult",
     "Client",
     "Context",
     "Decision",

@@ -217,7 +217,7 @@ class Client:
     def cancel(
         self, thread: str, *, graph: str | None = None, reason: str | None = None, by: str | None = None
     ) -> Receipt:
-        """End the run of `thread`."""
+        """End the run of `thread`, and its children."""
         return self._control("cancel", thread, graph=graph, reason=reason, by=by)
 
     def retry(

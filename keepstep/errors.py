@@ -7,6 +7,7 @@ running the same thing again can help.
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from typing import ClassVar
 
 
@@ -178,6 +179,28 @@ class StepLimit(StepError):
     """The run reached its step limit."""
 
     code = "step_limit"
+
+
+class ChildFailed(StepError):
+    """A child that was joined did not end well.
+
+    `thread` is the child's, `status` how its run ended (`failed` or `cancelled`), `error` why: {code, message, …}.
+    """
+
+    code = "child_failed"
+
+    def __init__(
+        self,
+        message: str | None = None,
+        *,
+        thread: str = "",
+        status: str = "failed",
+        error: Mapping[str, object] | None = None,
+    ) -> None:
+        super().__init__(message)
+        self.thread = thread
+        self.status = status
+        self.error = dict(error or {})
 
 
 class EffectConflict(StepError):

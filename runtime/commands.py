@@ -9,7 +9,7 @@ from __future__ import annotations
 import hashlib
 import json
 from collections.abc import Callable
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from typing import Any, Protocol
 
 import jsonschema
@@ -32,6 +32,7 @@ from keepstep.errors import (
 from keepstep.ids import checked_name, new_id
 from keepstep.priority import NORMAL, PRIORITIES
 from keepstep.runtime import edits, planner, stateedits
+from keepstep.runtime.children import attended
 from keepstep.runtime.codec import view
 from keepstep.runtime.compiled import CompiledGraph
 from keepstep.runtime.environment import Runtime
@@ -159,10 +160,13 @@ def accept(runtime: Runtime, message: Any) -> Accepted:
 
     for _ in range(_RACES_MAX):
         try:
-            return runtime.store.patiently(once, seconds=_PATIENCE_SECONDS)
+            accepted = runtime.store.patiently(once, seconds=_PATIENCE_SECONDS)
+            break
         except DuplicateRow:
             continue  # the same command, or one for the same new thread, came in elsewhere: now it is there to be found
-    return once()
+    else:
+        accepted = once()
+    return replace(accepted, nudges=attended(runtime, accepted.nudges))
 
 
 def _content_digest(message: Any) -> bytes:
@@ -417,7 +421,7 @@ def _control(_runtime: Runtime, transaction: Transaction, message: ControlMessag
         case "cancel":
             _refuse_ended(found, "cancelled", but=(FAILED,))
             text = error_text({"code": "cancelled", "message": message.reason or "cancelled", "by": message.by})
-            threads.cancel(transaction, found, text)
+            nudges = threads.cancel(transaction, found, text)
         case _:
             if found.status not in (FAILED, BLOCKED):
                 text = f"thread {found.name!r} is {found.status}: only a failed or blocked one can be retried"

@@ -11,43 +11,25 @@ import hashlib
 import inspect
 import time
 import uuid
-from collections.abc import Awaitable, Callable, Mapping, Sequence
+from collections.abc import Awaitable, Callable, Coroutine, Mapping, Sequence
 from dataclasses import dataclass, field
 from datetime import UTC, datetime, timedelta
 from functools import cached_property
 from typing import Any, TypeVar
 
-import msgspec
 import structlog
 
 from keepstep.errors import InvalidInput
+from keepstep.runtime.children import Child, ChildBook
 from keepstep.runtime.codec import Codec
 from keepstep.runtime.effects import Call, Journal, Recorded, effect
+from keepstep.runtime.graph import Graph
 from keepstep.runtime.outcome import Parked
+from keepstep.runtime.place import Place
 from keepstep.runtime.waits import Decision, Question, Signal, WaitBook, gathered
 from keepstep.store.checkpoints import NewEvent
 
 R = TypeVar("R")
-
-
-class Place(msgspec.Struct, frozen=True):
-    """Which attempt of which node run this is."""
-
-    tenant: str
-    application: str
-    agent: str
-    thread: str
-    thread_id: str
-    run: str
-    """The run's id."""
-    checkpoint: str
-    """The id of the checkpoint the step runs from."""
-    step: str
-    """The step key."""
-    node: str
-    node_run: str
-    attempt: int
-    """1 for the first time the node's body is entered in this super-step."""
 
 
 @dataclass
@@ -57,6 +39,7 @@ class Attempt:
     place: Place
     journal: Journal
     waits: WaitBook
+    children: ChildBook
     codec: Codec
     failures: Sequence[Mapping[str, Any]] = ()
     events: list[NewEvent] = field(default_factory=list)
@@ -65,7 +48,12 @@ class Attempt:
     """How many events earlier attempts of this node run, which parked, have published."""
     drawn: int = 0
     acting: set[asyncio.Future[Any]] = field(default_factory=set)
-    """The effects of an async node that are under way."""
+    """What an async node does outside or to other threads, under way."""
+
+    def close(self) -> None:
+        """Begin nothing more: the node has ended."""
+        self.journal.close()
+        self.children.close()
 
 
 @effect(idempotent=True, name="keepstep.now")
@@ -245,6 +233,28 @@ class Context(_Facts):
         """Sleep without holding a worker: seconds or timedelta, days if need be."""
         self._attempt.waits.sleep(duration)
 
+    def spawn(
+        self, graph: Graph | str, given: object = None, /, *, thread: str | None = None, key: str | None = None
+    ) -> Child:
+        """Start a thread of another graph as this thread's child, once, whatever is retried; go on without waiting.
+
+        `graph`: a `Graph`, whose state type `given` must fit, or the name of one that other workers carry. `thread`
+        names the child's thread (a name made from this thread's unless given; one that is there gets another run, and
+        the child fails when it has one that has not ended). `key` names the spawn within the node run; without it the
+        spawn is known by graph, input and how often these came before. Cancelling this thread cancels its children.
+        Raises `StateError` for input that does not fit, `Conflict` for one key with other input.
+        """
+        return self._attempt.children.spawn(graph, given, thread, key)
+
+    def join(self, *children: Child, on_failure: str = "raise") -> list[Any]:
+        """Wait until all of these children have ended, holding no worker; return their final states in order.
+
+        A state has its type when it was spawned by its `Graph`, or this worker carries that; else it is plain data.
+        When one failed or was cancelled, `ChildFailed` is raised; with `on_failure="return"` each result is a
+        `ChildResult` instead: child, status, state, error.
+        """
+        return self._attempt.children.join(children, on_failure)
+
     def gather(self, *waits: Callable[[], Any]) -> list[Any]:
         """Wait for several things at once: `ctx.gather(lambda: ctx.approve("A?"), lambda: ctx.ask("B?"))`.
 
@@ -281,7 +291,10 @@ class AsyncContext(_Facts):
         self, fn: Callable[..., R | Awaitable[R]], /, *args: Any, key: str | None = None, **kwargs: Any
     ) -> R:
         """Call a function or coroutine function that reaches outside, once; see `Context.effect`."""
-        performed = asyncio.ensure_future(self._performed(fn, args, kwargs, key))
+        return await self._acting(self._performed(fn, args, kwargs, key))
+
+    async def _acting(self, act: Coroutine[Any, Any, R]) -> R:
+        performed = asyncio.ensure_future(act)
         self._attempt.acting.add(performed)
         performed.add_done_callback(self._acted)
         # Whoever stops waiting does not stop the call: it ends, and what came of it is recorded.
@@ -330,6 +343,16 @@ class AsyncContext(_Facts):
     async def sleep(self, duration: float | timedelta) -> None:
         """Sleep without holding a worker; see `Context.sleep`."""
         await asyncio.to_thread(self._sync.sleep, duration)
+
+    async def spawn(
+        self, graph: Graph | str, given: object = None, /, *, thread: str | None = None, key: str | None = None
+    ) -> Child:
+        """Start a thread of another graph as this thread's child; see `Context.spawn`."""
+        return await self._acting(asyncio.to_thread(self._attempt.children.spawn, graph, given, thread, key))
+
+    async def join(self, *children: Child, on_failure: str = "raise") -> list[Any]:
+        """Wait until all of these children have ended; see `Context.join`."""
+        return await asyncio.to_thread(self._attempt.children.join, children, on_failure)
 
     async def gather(self, *waits: Awaitable[Any]) -> list[Any]:
         """Wait for several things at once: `await ctx.gather(ctx.approve("A?"), ctx.ask("B?"))`.

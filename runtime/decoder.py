@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import base64
+import re
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from typing import Any
@@ -16,6 +17,8 @@ Build = Callable[[str, Any, dict[str, Any]], object]
 UNREADABLE = (msgspec.MsgspecError, ValueError, TypeError, LookupError, ArithmeticError, AttributeError, RecursionError)
 """What reading bytes that nobody wrote as they are may raise."""
 
+# What `str.encode("unicode_escape")` writes.
+_ESCAPED = re.compile(r"(?:[^\\]|\\(?:[\\nrt]|x[0-9a-f]{2}|u[0-9a-f]{4}|U[0-9a-f]{8}))*", re.DOTALL)
 _KINDS_BY_CODE = {code: kind for kind, code in CODES.items()}
 _COLLECTIONS: dict[str, Callable[[list[Any]], object]] = {"tuple": tuple, "set": set, "frozenset": frozenset}
 
@@ -73,12 +76,19 @@ class Reader:
         if kind not in CODES:
             return self._build(kind, content, envelope)
         if kind == "text":
-            return content.encode("ascii").decode("unicode_escape")
+            return _unescaped(content)
         if kind == "bytes":
             return base64.b64decode(content, validate=True)
         if kind == "bytearray":
             return bytearray(base64.b64decode(content, validate=True))
         return _loaded(kind, content)
+
+
+def _unescaped(content: str) -> str:
+    if _ESCAPED.fullmatch(content) is None:  # Python would warn of an escape that nobody wrote, and take it as it is
+        message = "a text that was not escaped"
+        raise ValueError(message)
+    return content.encode("ascii").decode("unicode_escape")
 
 
 def _loaded(kind: str, content: Any) -> object:

@@ -198,6 +198,8 @@ class Journal:
         self._occurrences: dict[str, int] = {}
         self._closed = False
         self._blocked: ThreadBlocked | None = None
+        self.beside: Callable[[str], None] = lambda _before: None
+        """Checks what else an earlier attempt has done that this one must ask for again (see `check_course`)."""
         self._lock = threading.RLock()
 
     # --- performing -------------------------------------------------------------------------------------------------
@@ -333,6 +335,7 @@ class Journal:
             )
             self._blocked = Diverged(message)
             raise self._blocked
+        self.beside(before)
 
     # --- keys --------------------------------------------------------------------------------------------------------
 

@@ -42,6 +42,8 @@ class Runtime:
     """Ends this process when a node cannot be ended otherwise; None where the process is not ours to end."""
     on_failure: Callable[[BaseException], None] | None = None
     """Told every exception that ends an attempt, for a caller who wants the exception itself."""
+    on_spawn: Callable[[CompiledGraph], None] | None = None
+    """Told every graph that a node spawns a child of, for a process that carries whatever it meets."""
     watchdog: Watchdog = field(default_factory=Watchdog)
     running_max: Callable[[], Mapping[str, int]] = _read_from_store
     """The limits on what runs at once (see `store/limits.py`)."""
@@ -71,6 +73,12 @@ class Runtime:
     def carried(self) -> str:
         """The graphs this process carries, as claims and sweeps spell them."""
         return carried_text(list(self.graphs))
+
+    def carries_more(self) -> None:
+        """Heed the graphs that were added to `graphs`."""
+        self.__dict__.pop("carried", None)
+        self.__dict__.pop("admission", None)
+        self.running_max = RunningMax(self.store, self.graphs.values())
 
     @cached_property
     def plain_codec(self) -> Codec:

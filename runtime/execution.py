@@ -18,8 +18,9 @@ from tenacity import RetryCallState, Retrying, retry_if_result
 from keepstep.crashpoints import Died
 from keepstep.errors import DatabaseUnavailable, NodeTimeout, StaleLease, StepError, ThreadBlocked
 from keepstep.runtime import planner, settlement
+from keepstep.runtime.children import ChildBook
 from keepstep.runtime.compiled import CompiledGraph, Node
-from keepstep.runtime.context import AsyncContext, Attempt, Context, Place
+from keepstep.runtime.context import AsyncContext, Attempt, Context
 from keepstep.runtime.effects import Journal
 from keepstep.runtime.environment import Runtime
 from keepstep.runtime.history import Channels
@@ -35,6 +36,7 @@ from keepstep.runtime.outcome import (
     described,
     ungrouped,
 )
+from keepstep.runtime.place import Place
 from keepstep.runtime.planner import Cursor, DueRun, NodeResult
 from keepstep.runtime.waits import WaitBook
 from keepstep.runtime.watchdog import alarm
@@ -206,7 +208,8 @@ def _prepared(runtime: Runtime, node_run: NodeRun, deadline: float) -> Attempt:
         remaining=lambda: deadline - time.monotonic(),
     )
     book = WaitBook(codec, lambda: stored_waits.of_run(runtime.store, thread.id, node_run.step, run.id) if load else [])
-    attempt = Attempt(place, journal, book, codec, run.failures)
+    children = ChildBook(runtime, fence, place, journal, book, priority=thread.priority, load=load)
+    attempt = Attempt(place, journal, book, children, codec, run.failures)
     if load:
         attempt.published = functools.cache(
             lambda: checkpoints.events_published(runtime.store, thread.id, node_run.step, fence.seq, run.id)
@@ -224,7 +227,7 @@ def _called(node: Node, given: object, attempt: Attempt, timeout: float, *, proc
             with alarm(timeout, process_is_ours=process_is_ours):
                 return function(given, Context(attempt))
         finally:
-            attempt.journal.close()
+            attempt.close()
     return _event_loop().run(_in_time(function(given, AsyncContext(attempt)), timeout, attempt))
 
 
@@ -240,7 +243,7 @@ async def _in_time(body: Any, seconds: float, attempt: Attempt) -> object:
     except BaseExceptionGroup as group:
         raise ungrouped(group) from group
     finally:
-        attempt.journal.close()
+        attempt.close()
         # What was begun beside the node's last line ends with it: two attempts never act at once.
         while attempt.acting:
             await asyncio.wait(attempt.acting)

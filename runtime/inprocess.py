@@ -16,13 +16,14 @@ from types import SimpleNamespace
 from typing import Any
 
 from keepstep import errors, settings
-from keepstep.errors import NodeFailed, Undecided
+from keepstep.errors import GraphError, NodeFailed, Undecided
 from keepstep.ids import new_id
 from keepstep.runtime import commands, superstep
+from keepstep.runtime.commands import Accepted
 from keepstep.runtime.compiled import CompiledGraph
 from keepstep.runtime.environment import Runtime
 from keepstep.runtime.history import restore
-from keepstep.runtime.reader import Approval, Reader, Thread
+from keepstep.runtime.reader import Approval, Kin, Reader, Thread
 from keepstep.store import migrate, sweep
 from keepstep.store.engine import Store
 from keepstep.store.leases import Nudge, Owner
@@ -32,6 +33,7 @@ Decisions = Mapping[str, Any] | Iterable[Any] | Decide | None
 Signals = Mapping[str, Any] | Iterable[tuple[str, Any]] | None
 
 _THREAD = "run"
+_THREADS_MAX = 10_000
 
 
 @dataclass
@@ -86,34 +88,45 @@ class _Run:
         self._clock = clock
         self._store = store
         self._queue: list[Nudge] = []
-        name, version = graph.name, graph.version
+        self._graphs = {(graph.name, graph.version): graph}
         self._runtime = Runtime(
             store=store,
-            graphs={(name, version): self._compiled},
+            graphs=self._graphs,
             settings=settings.load(),
             owner=Owner("in-process", os.getpid()),
             publish=self._queue.extend,
             on_failure=self._failed,
+            on_spawn=self._met,
         )
         self._reader = Reader(store=store)
         self._decide = _decider(decisions)
         self._cause: BaseException | None = None
 
     def to_end(self, given: object, signals: Signals, step_limit: int | None) -> Any:
-        self._send("start", graph=self._compiled.name, thread=_THREAD, input=given, step_limit=step_limit)
+        started = self._send("start", graph=self._compiled.name, thread=_THREAD, input=given, step_limit=step_limit)
         pairs = signals.items() if isinstance(signals, Mapping) else signals or ()
         for name, payload in pairs:
-            self._send("signal", graph=None, thread=_THREAD, name=name, key=None, payload=payload)
+            self._send("signal", graph=None, thread=started.thread_id, name=name, key=None, payload=payload)
         while True:
             self._work()
-            thread = self._reader.get(_THREAD)
+            thread = self._reader.get(started.thread_id)
             match thread.status:
                 case "done":
                     return self._state(thread)
                 case "failed" | "blocked" | "cancelled":
                     raise _error_of(thread) from self._cause
                 case _:
-                    self._go_on(thread)
+                    self._go_on()
+
+    def _met(self, graph: CompiledGraph) -> None:
+        """Carry a graph that a node spawns a child of."""
+        known = self._graphs.setdefault((graph.name, graph.version), graph)
+        if known is not graph:
+            message = (
+                f"two graphs are named {graph.name!r}, version {graph.version!r}: a thread could not tell them apart"
+            )
+            raise GraphError(message)
+        self._runtime.carries_more()
 
     def _failed(self, error: BaseException) -> None:
         # A node that waits is left by a signal that is nobody's error.
@@ -127,29 +140,44 @@ class _Run:
             else:
                 superstep.run_node(self._runtime, nudge.thread_id, nudge.seq, nudge.run, nudge.version)
 
-    def _go_on(self, thread: Thread) -> None:
+    def _go_on(self) -> None:
         """Answer what is asked, else let the time pass until something is due."""
         for approval in self._reader.approvals():
             verdict = self._decide(approval)
             if verdict is not None:
                 self._send("decide", approval=approval.id, **_decision(approval, verdict))
                 return
-        due_at = self._reader.next_due(thread.id)
+        due_at = min(filter(None, map(self._reader.next_due, self._threads())), default=None)
         if due_at is None:
+            for blocked in self._reader.threads(status="blocked"):  # a child: its parent waits for it
+                raise _error_of(blocked) from self._cause
             asked = ", ".join(repr(approval.question) for approval in self._reader.approvals())
             waits_for = f"a decision on {asked}" if asked else "a signal"
+            unknown = [each.graph for each in self._children() if each.state == "wanted"]
+            if unknown:
+                message = (
+                    f"the run waits for a child of graph {unknown[0]!r}, which is not here: spawn the Graph itself"
+                )
+                raise Undecided(message)
             message = f"the run waits for {waits_for}; give graph.run decisions=… or signals=…"
             raise Undecided(message)
         self._clock.skipped_seconds += max(0.0, due_at - self._clock())
         self._queue += sweep.sweep(self._store, takeover=False, limit=1000)
         self._queue += self._runtime.admission.look(lambda _queue: 1000, self._runtime.running_max()).nudges
 
-    def _send(self, verb: str, **fields: Any) -> None:
+    def _threads(self) -> list[str]:
+        return [thread.id for thread in self._reader.threads(limit=_THREADS_MAX)]
+
+    def _children(self) -> list[Kin]:
+        return [child for thread_id in self._threads() for child in self._reader.children(thread_id)]
+
+    def _send(self, verb: str, **fields: Any) -> Accepted:
         defaults: dict[str, Any] = {"verb": verb, "id": new_id(), "tenant": "default", "application": "default"}
         if verb == "start":
             defaults |= {"request_id": None, "if_running": "reject", "priority": None}
         accepted = commands.accept(self._runtime, SimpleNamespace(**{**defaults, **fields}))
         self._queue += accepted.nudges
+        return accepted
 
     def _state(self, thread: Thread) -> Any:
         rows = self._reader.head_rows(thread.id)

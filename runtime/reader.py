@@ -17,9 +17,10 @@ from keepstep.runtime.codec import view
 from keepstep.runtime.history import verify
 from keepstep.runtime.planner import HIDDEN
 from keepstep.settings import Settings
-from keepstep.store import views
+from keepstep.store import kin, views
 from keepstep.store.claims import CheckpointRow
 from keepstep.store.engine import Store
+from keepstep.store.kin import KinView
 from keepstep.store.schema import BLOCKED, ENDED
 from keepstep.store.views import AuditView, EffectView, NodeRunView, RunView, ThreadView, WaitView
 
@@ -100,6 +101,34 @@ class Approval:
 
 
 @dataclass(frozen=True)
+class Kin:
+    """A child and its parent."""
+
+    parent: str
+    """The parent's name."""
+    parent_graph: str
+    parent_id: str
+    node_run: str
+    """Which node run of the parent spawned it."""
+    thread: str
+    """The child's name."""
+    graph: str
+    version: str | None
+    id: str | None
+    """The id of the child's thread; None while that is not started."""
+    run: str
+    """The id of the child's run."""
+    state: str
+    """`wanted`, `started`, `ended`, or `delivered`: the parent was told."""
+    status: str | None
+    """How the run ended, `done`, `failed` or `cancelled`; until then how its thread is."""
+    error: dict[str, Any] | None
+    """Why it failed, was cancelled, or is not started."""
+    spawned_at: datetime
+    ended_at: datetime | None
+
+
+@dataclass(frozen=True)
 class Event:
     """What a node told the world. `cursor` is where to read on."""
 
@@ -172,6 +201,14 @@ class Reader:
     def waits(self, thread: str, *, graph: str | None = None) -> list[WaitView]:
         """Return a thread's waits in order."""
         return views.waits(self._store, self._one(thread, graph).id)
+
+    def children(self, thread: str, *, graph: str | None = None) -> list[Kin]:
+        """Return the children that a thread has spawned, in order."""
+        return [_kin_of(row) for row in kin.children(self._store, self._one(thread, graph).id)]
+
+    def parents(self, thread: str, *, graph: str | None = None) -> list[Kin]:
+        """Return by whom runs of a thread were spawned, in order: one entry of a child that has been given one run."""
+        return [_kin_of(row) for row in kin.parents(self._store, self._one(thread, graph).id)]
 
     def audit(self, thread: str, *, graph: str | None = None) -> list[AuditView]:
         """Return who asked for what of a thread, in order."""
@@ -305,7 +342,8 @@ class Reader:
 
     def next_due(self, thread_id: str) -> float | None:
         """Return when time will wake a thread that waits (seconds since 1970), None when only people can."""
-        return views.next_due(self._store, thread_id)
+        found = (views.next_due(self._store, thread_id), kin.next_errand(self._store, thread_id))
+        return min((each for each in found if each is not None), default=None)
 
 
 def _shown(text: Any) -> str:
@@ -330,6 +368,25 @@ def _thread_of(row: ThreadView) -> Thread:
         row.run_steps,
         row.lease_worker,
         row,
+    )
+
+
+def _kin_of(row: KinView) -> Kin:
+    return Kin(
+        row.parent,
+        row.parent_agent,
+        row.parent_id,
+        row.run,
+        row.name,
+        row.agent,
+        row.graph_version,
+        row.child_id,
+        row.run_id,
+        row.state,
+        row.status if row.status is not None else row.thread_status,
+        None if row.error is None else json.loads(row.error),
+        datetime.fromtimestamp(row.created_at, UTC),
+        _time(row.ended_at),
     )
 
 

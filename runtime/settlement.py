@@ -27,28 +27,28 @@ def settle(
     """
     kind = "park" if isinstance(outcome, Waiting) else "pending_write"
     reach(f"before_{kind}", run)
-    nudge = runtime.store.patiently(
+    nudges = runtime.store.patiently(
         lambda: _written(runtime, claim, step, run, outcome, events, failures=failures), seconds=PATIENCE_SECONDS
     )
     reach(f"after_{kind}", run)
-    return [] if nudge is None else [nudge]
+    return nudges
 
 
 def _written(
     runtime: Runtime, claim: Claim, step: str, run: str, outcome: Outcome, events: Sequence[NewEvent], *, failures: int
-) -> Nudge | None:
+) -> list[Nudge]:
     store, fence = runtime.store, claim.fence
     match outcome:
         case Waiting(waits):
-            return outcomes.park(store, fence, step=step, run=run, waits=waits, failures=failures, events=events)
+            return _each(outcomes.park(store, fence, step=step, run=run, waits=waits, failures=failures, events=events))
         case Retry(delay, counted, error):
             text = error_text(error)
             leases.postpone(store, fence, failures=counted, delay_seconds=delay, error=text)
-            return None
+            return []
         case Done(result) if fence.run is not None:
             graph = runtime.graphs[claim.thread.agent, claim.thread.graph_version]
             write = runtime.codec(graph).encode(result.to_plain())
-            return outcomes.finish_node(store, fence, status=DONE, write=write, failures=failures, events=events)
+            return _each(outcomes.finish_node(store, fence, status=DONE, write=write, failures=failures, events=events))
         case Done():
             message = "a step that is not fanned out ends by its commit"
             raise TypeError(message)
@@ -60,10 +60,12 @@ def _written(
 
 def _ended(
     runtime: Runtime, claim: Claim, status: str, error: str, failures: int, events: Sequence[NewEvent]
-) -> Nudge | None:
-    if claim.fence.run is not None:
-        return outcomes.finish_node(
-            runtime.store, claim.fence, status=status, error=error, failures=failures, events=events
-        )
-    held = outcomes.stop(runtime.store, claim.fence, status=status, error=error, failures=failures, events=events)
-    return held[0] if held else None
+) -> list[Nudge]:
+    store, fence = runtime.store, claim.fence
+    if fence.run is not None:
+        return _each(outcomes.finish_node(store, fence, status=status, error=error, failures=failures, events=events))
+    return outcomes.stop(store, fence, status=status, error=error, failures=failures, events=events)
+
+
+def _each(nudge: Nudge | None) -> list[Nudge]:
+    return [] if nudge is None else [nudge]

@@ -25,7 +25,7 @@ from keepstep.errors import (
     ThreadBlocked,
     WorkerLost,
 )
-from keepstep.runtime import planner
+from keepstep.runtime import children, planner
 from keepstep.runtime.compiled import CompiledGraph
 from keepstep.runtime.environment import Runtime
 from keepstep.runtime.execution import NodeRun, execute, of_state
@@ -78,9 +78,9 @@ def run_step(runtime: Runtime, thread_id: str, version: int) -> bool:
         leases.give_back(runtime.store, claim.fence.thread_id, claim.fence.nonce)
         raise
     reach("after_commit", at)
-    runtime.publish(nudges)
+    runtime.publish(children.attended(runtime, nudges))
     reach("after_nudge", at)
-    if not nudges:
+    if all(nudge.kind == "child" for nudge in nudges):
         runtime.publish(runtime.next_within(claim.scopes))
     return True
 
@@ -93,8 +93,6 @@ def _step(runtime: Runtime, claim: Claim) -> list[Nudge]:
         if isinstance(begun, list):
             return begun
         claim, head = begun
-        if head.cursor.finished:
-            return [_next(claim, claim.thread.version)]
     limit = _step_limit(runtime, claim, graph)
     if claim.thread.run_steps >= limit:
         raise _limit_reached(limit)
@@ -121,7 +119,7 @@ def _begin_run(
 ) -> tuple[Claim, Head] | list[Nudge]:
     """Commit the next queued run's input as a checkpoint and keep the lease for its first step.
 
-    Returns the nudge of the run behind it instead when the input does not fit.
+    Returns the nudges that follow instead when the run ends here: it has nothing to do, or its input does not fit.
     """
     queued = checkpoints.next_run(runtime.store, claim.thread.id)
     if queued is None:
@@ -141,6 +139,8 @@ def _begin_run(
         runtime, claim, graph, head, channels, cursor, kind="input", keep_lease=not cursor.finished
     )
     reach("after_begin", claim.thread.name)
+    if cursor.finished:
+        return [_next(claim, committed.version), *committed.told]
     fence = claim.fence
     claim = Claim(
         Fence(fence.thread_id, fence.nonce, fence.branch, fence.seq + 1),
@@ -369,8 +369,8 @@ def _advance(
         waits_of=step if claim.attempt.starts > 1 else None,
     )
     if committed.status != READY or committed.control == leases.PAUSE:
-        return []
-    return [_next(claim, committed.version)]
+        return [*committed.told]
+    return [_next(claim, committed.version), *committed.told]
 
 
 def _next(claim: Claim, version: int) -> Nudge:

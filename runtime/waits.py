@@ -1,4 +1,4 @@
-"""Waiting: questions to people, signals and time, found again when the node runs again.
+"""Waiting: questions to people, signals, time and children, found again when the node runs again.
 
 A node that waits is left by an exception and its rows are written; when everything it waits for has come it runs again
 from the top. The n-th wait of a node run is the n-th wait of its next attempt: it is found by step key, node run and
@@ -187,6 +187,13 @@ class WaitBook:
         self._state(
             self._codec.encode(["timer"]),
             lambda occurrence, digest: NewWait(occurrence, "timer", digest, seconds=seconds),
+        )
+
+    def child(self, run_id: str) -> None:
+        """Return when the run of a child has ended; raise `Parked` until then."""
+        self._state(
+            self._codec.encode(["child", run_id]),
+            lambda occurrence, digest: NewWait(occurrence, "child", digest, child_run=run_id),
         )
 
     def _state(self, asked: bytes, make: Callable[[int, bytes], NewWait]) -> WaitState:

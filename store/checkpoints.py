@@ -16,9 +16,10 @@ from sqlalchemy.sql.base import Executable
 
 from keepstep.crashpoints import armed, reach
 from keepstep.errors import DatabaseUnavailable, StaleLease
+from keepstep.store import children
 from keepstep.store.claims import CHECKPOINT_COLUMNS, CheckpointRow, checkpoint_row
 from keepstep.store.engine import Store, Transaction
-from keepstep.store.leases import Fence, fence_params, fenced
+from keepstep.store.leases import Fence, Nudge, fence_params, fenced
 from keepstep.store.routines import Routine
 from keepstep.store.schema import DONE, FAILED, QUEUED, READY, RUNNING, checkpoint, event, run, signal, thread, wait
 from keepstep.store.statements import Statement, db_now, param
@@ -71,8 +72,11 @@ class Committed(NamedTuple):
     status: str
     control: str
     queued: int
+    told: tuple[Nudge, ...] = ()
+    """That the parent of a run that has ended be told."""
 
 
+_OF_THREAD = ("version", "status", "control", "queued")
 _VALUES = ("seq", "id", "parent_id", "tenant", "run_id", "kind", "change", "snapshot", "cursor", "meta", "digest")
 
 
@@ -118,7 +122,7 @@ def _head_update() -> Any:
         .returning(
             thread.c.id,
             thread.c.branch,
-            *(thread.c[name] for name in Committed._fields),
+            *(thread.c[name] for name in _OF_THREAD),
         )
     )
 
@@ -137,7 +141,7 @@ def _commit(dialect: str) -> Executable:
         )
         .cte("written")
     )
-    return select(*(moved.c[name] for name in Committed._fields), moved.c.branch).add_cte(written)
+    return select(*(moved.c[name] for name in _OF_THREAD), moved.c.branch).add_cte(written)
 
 
 _COMMIT = Routine(
@@ -168,6 +172,7 @@ _RUN_ENDS = Statement(
         update(run)
         .where(run.c.id == param("run_id"))
         .values(status=param("status"), error=param("error"), steps=param("run_steps"), ended_at=db_now())
+        .returning(run.c.spawned)
     )
 )
 _INSERT_EVENT = Statement(
@@ -303,7 +308,12 @@ def _commit_with_company(store: Store, fence: Fence, new: NewCheckpoint, params:
         if new.begins_run:
             transaction.run(_RUN_BEGINS, run_params)
         if new.status != READY:
-            transaction.run(_RUN_ENDS, run_params)
+            ended = transaction.row(_RUN_ENDS, run_params)
+            if ended is not None and ended[0]:
+                told = children.end(
+                    transaction, new.run_id, new.status, error=new.error, branch=fence.branch, seq=new.seq
+                )
+                committed = committed._replace(told=tuple(told))
         if new.signals_of:
             transaction.run(_SETTLE_WAITS, {"thread_id": fence.thread_id, "step": new.signals_of})
             transaction.run(_DROP_SIGNALS, {"thread_id": fence.thread_id})

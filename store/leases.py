@@ -55,7 +55,7 @@ class Nudge(NamedTuple):
     """What should be in the queue: a hint that a thread, or one node run of it, is due at a version."""
 
     kind: str
-    """`step` or `node`."""
+    """`step` or `node`; `child` when something is left to do for the child of run `run` (see `errands`)."""
     thread_id: str
     version: int
     queue: str

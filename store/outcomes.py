@@ -6,7 +6,7 @@ wait for each other but never in a circle.
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any, NamedTuple
 
@@ -14,6 +14,7 @@ from sqlalchemy import Integer, and_, case, cast, exists, insert, literal, selec
 from sqlalchemy import Text as TextType
 
 from keepstep.errors import StaleLease
+from keepstep.store import children
 from keepstep.store.checkpoints import NewEvent, insert_events
 from keepstep.store.engine import Store, Transaction
 from keepstep.store.leases import Fence, Nudge, fence_params, fenced, nudge_columns, released
@@ -66,6 +67,7 @@ class NewWait:
     approval: NewApproval | None = None
     signal_name: str | None = None
     signal_key: str | None = None
+    child_run: str | None = None
     seconds: float | None = None
 
 
@@ -285,6 +287,7 @@ _INSERT_WAIT = Statement(
         approval_id=param("approval_id"),
         signal_name=param("signal_name"),
         signal_key=param("signal_key"),
+        child_run=param("child_run"),
         due_at=db_now() + param("seconds"),
         created_at=db_now(),
     )
@@ -332,9 +335,9 @@ def park(
 ) -> Nudge | None:
     """Park a node run on waits: rows only, no worker; return a nudge when all of them are answered already.
 
-    `waits` are those asked for the first time. A signal is delivered under the thread's lock and this looks for early
-    ones under the same lock, so none falls between. Approvals become visible by this commit and not before. Writes no
-    checkpoint and leaves the step key alone. Raises `StaleLease` when the lease is gone.
+    `waits` are those asked for the first time. A signal, and the end of a child, is delivered under the thread's lock
+    and this looks for early ones under the same lock, so none falls between. Approvals become visible by this commit
+    and not before. Writes no checkpoint and leaves the step key alone. Raises `StaleLease` when the lease is gone.
     """
     with store.transaction() as transaction:
         locked = lock(transaction, fence)
@@ -358,6 +361,9 @@ def _open(transaction: Transaction, place: dict[str, Any], new: NewWait) -> None
     if new.signal_name is not None:
         wanted = {"thread_id": place["thread_id"], "name": new.signal_name, "key": new.signal_key}
         early = take_signal(transaction, wanted, consumer=f"{place['step']}/{place['run']}#{new.occurrence}")
+    if new.child_run is not None:
+        ended = children.take(transaction, new.child_run)
+        early = None if ended is None else ended.encode()
     transaction.run(
         _INSERT_WAIT,
         {
@@ -371,6 +377,7 @@ def _open(transaction: Transaction, place: dict[str, Any], new: NewWait) -> None
             "approval_id": new.approval.id if new.approval else None,
             "signal_name": new.signal_name,
             "signal_key": new.signal_key,
+            "child_run": new.child_run,
         },
     )
 
@@ -413,8 +420,17 @@ _STOP_RUN = Statement(
         update(run)
         .where(run.c.id == param("run_id"), literal(FAILED, TextType) == param("status"))
         .values(status=param("status"), error=param("error"), steps=param("run_steps"), ended_at=db_now())
+        .returning(run.c.spawned)
     )
 )
+
+
+def _run_failed(transaction: Transaction, params: Mapping[str, Any]) -> list[Nudge]:
+    """End a run, if it is to be; return the nudge that its parent be told, if it has one."""
+    row = transaction.row(_STOP_RUN, params)
+    if row is None or not row[0]:
+        return []
+    return children.end(transaction, params["run_id"], FAILED, error=params["error"])
 
 
 def stop(
@@ -426,20 +442,19 @@ def stop(
     failures: int = 0,
     events: Sequence[NewEvent] = (),
 ) -> list[Nudge]:
-    """End the thread's step as `failed` or `blocked`, state and pending writes kept; return a queued run's nudge.
+    """End the thread's step as `failed` or `blocked`, state and pending writes kept; return the nudges that follow.
 
-    A run that is queued behind a failed one begins; behind a blocked one it waits. Raises `StaleLease` when stale.
+    A run that is queued behind a failed one begins; behind a blocked one it waits. The parent of a failed run is told.
+    Raises `StaleLease` when stale.
     """
     with store.transaction() as transaction:
         locked = lock(transaction, fence)
         params = {**fence_params(fence), "status": status, "error": error, "failures": failures}
         after, *row = transaction.rows(_STOP, params)[0]
-        transaction.run(
-            _STOP_RUN,
-            {"run_id": locked.run_id, "status": status, "error": error, "run_steps": locked.run_steps},
-        )
+        ended = {"run_id": locked.run_id, "status": status, "error": error, "run_steps": locked.run_steps}
+        told = _run_failed(transaction, ended)
         insert_events(transaction, fence, locked.tenant, locked.run_id, events)
-    return [Nudge("step", *row)] if after == READY else []
+    return [Nudge("step", *row), *told] if after == READY else told
 
 
 _REFUSE_RUN = Statement(
@@ -467,7 +482,7 @@ _REFUSE_RUN = Statement(
 
 
 def refuse_run(store: Store, fence: Fence, run_id: str, error: str) -> list[Nudge]:
-    """End a queued run that cannot begin, because its input does not fit; return the nudge of the run behind it.
+    """End a queued run that cannot begin, because its input does not fit; return the nudges that follow, as `stop`.
 
     Raises `StaleLease` when the lease is gone.
     """
@@ -475,5 +490,5 @@ def refuse_run(store: Store, fence: Fence, run_id: str, error: str) -> list[Nudg
         lock(transaction, fence)
         params = {"run_id": run_id, "status": FAILED, "error": error, "run_steps": 0}
         status, *row = transaction.rows(_REFUSE_RUN, {**fence_params(fence), **params})[0]
-        transaction.run(_STOP_RUN, params)
-    return [Nudge("step", *row)] if status == READY else []
+        told = _run_failed(transaction, params)
+    return [Nudge("step", *row), *told] if status == READY else told

@@ -8,9 +8,10 @@ of its **node runs** has a row that looks like a small thread: its own lease, at
 pending write. An **effect** is the journal of one outside action. A **wait** is what a node run is parked on; an
 **approval** is the question behind a wait and a **decision** one person's word on it. A **signal** is kept until a wait
 consumes it. **audit** says who asked for what, and its unique command id is what makes every command idempotent.
-**event** is what nodes tell the world (`ctx.emit`). A **limit** says how many steps of a graph or tenant may run at
-once, and a **slot** is one lease that counts against it. A **worker** row is one worker process and how long it is
-believed to be alive.
+**event** is what nodes tell the world (`ctx.emit`). A **child** row stands between two threads, a parent and the child
+it spawned: it says what one still has to do to the other, so that no transaction ever locks both. A **limit** says how
+many steps of a graph or tenant may run at once, and a **slot** is one lease that counts against it. A **worker** row is
+one worker process and how long it is believed to be alive.
 
 Times are seconds since 1970 (UTC) by the database's clock. Payload columns are opaque bytes. Text columns hold names
 checked at the door or text escaped for the database. Every row carries its tenant. Tables are prefixed, so that they
@@ -152,6 +153,7 @@ run = Table(
     _text("status"),
     Column("input", LargeBinary, nullable=False),
     Column("step_limit", Integer),
+    _count("spawned"),  # 1: a parent spawned it, and its end is written on the child row, too
     _count("steps"),
     Column("error", Text),
     _time("created_at"),
@@ -245,12 +247,13 @@ wait = Table(
     _text("tenant"),
     Column("branch", Integer, nullable=False),
     Column("seq", Integer, nullable=False),  # with branch: the node run, when the step is fanned out
-    _text("kind"),  # approval | signal | timer
+    _text("kind"),  # approval | signal | timer | child
     Column("digest", LargeBinary, nullable=False),  # of kind, question and arguments
     _text("status"),  # open | answered | closed
     Column("approval_id", Text),
     Column("signal_name", Text),
     Column("signal_key", Text),
+    Column("child_run", Text),  # the run id of the child whose end is waited for
     _time("due_at", nullable=True),  # timer, time-out or expiry
     Column("answer", LargeBinary),
     _time("created_at"),
@@ -262,6 +265,52 @@ Index(
     wait.c.due_at,
     postgresql_where=wait.c.status == "open",
     sqlite_where=wait.c.status == "open",
+)
+
+Index(
+    "keepstep_wait_child",
+    wait.c.child_run,
+    postgresql_where=wait.c.child_run.is_not(None),
+    sqlite_where=wait.c.child_run.is_not(None),
+)
+
+child = Table(
+    "keepstep_child",
+    metadata,
+    Column("thread_id", Text, nullable=False),  # of the parent
+    _text("step"),  # the step key in which it was spawned
+    _text("run"),  # the node run that spawned it
+    _text("call"),  # explicit key, or graph + input digest + occurrence
+    _text("tenant"),
+    _text("application"),
+    _text("agent"),  # the child's graph
+    Column("graph_version", Text),  # NULL: the one that a worker carries when it is started
+    _text("name"),  # of the child's thread
+    _text("run_id"),  # of the child's run, given before that exists: starting it twice is starting it once
+    Column("child_id", Text),  # of the child's thread, once it is started
+    Column("input", LargeBinary, nullable=False),
+    Column("digest", LargeBinary, nullable=False),  # of graph, name and input
+    Column("priority", Integer, nullable=False),  # its parent's
+    _time("lease_seconds"),
+    _text("state"),  # wanted | started | ended | delivered
+    _count("cancel"),  # 1: the parent was cancelled, and it is to be
+    Column("status", Text),  # how its run ended: done | failed | cancelled
+    Column("error", Text),
+    Column("branch", Integer),  # with seq: the checkpoint in which a run that is done left its state
+    Column("seq", Integer),
+    _time("due_at", nullable=True),  # something is left to do, and whoever was about to must be dead by then
+    _count("tries"),
+    _time("created_at"),
+    _time("ended_at", nullable=True),
+    PrimaryKeyConstraint("thread_id", "step", "run", "call", name="keepstep_child_pkey"),
+    UniqueConstraint("run_id", name="keepstep_child_run"),
+)
+Index("keepstep_child_thread", child.c.child_id)
+Index(
+    "keepstep_child_due",
+    child.c.due_at,
+    postgresql_where=child.c.due_at.is_not(None),
+    sqlite_where=child.c.due_at.is_not(None),
 )
 
 approval = Table(

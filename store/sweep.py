@@ -5,7 +5,7 @@ Every worker sweeps, jittered; there is no leader. Which of the rows that are du
 
 from __future__ import annotations
 
-from keepstep.store import waits, workers
+from keepstep.store import errands, waits, workers
 from keepstep.store.engine import Store
 from keepstep.store.leases import Nudge
 
@@ -18,6 +18,7 @@ def sweep(store: Store, *, takeover: bool, limit: int, judge: str | None = None)
     are answered. What is returned need not be published: all of it is due, and admission finds it.
     """
     nudges = waits.fire_due(store, limit=limit)
+    nudges += errands.finish_due(store, limit=limit)
     if takeover:
         nudges += workers.take_over(store, judge=judge)
         nudges += workers.adopt_orphans(store)

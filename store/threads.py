@@ -6,6 +6,7 @@ from typing import Any, NamedTuple
 
 from sqlalchemy import case, func, insert, or_, select, update
 
+from keepstep.store import children
 from keepstep.store.engine import Transaction
 from keepstep.store.leases import Nudge, nudge_columns, queue_of, released
 from keepstep.store.outcomes import NUDGE_SECONDS
@@ -151,6 +152,7 @@ _NEW_RUN = Statement(
         status=QUEUED,
         input=param("input"),
         step_limit=param("step_limit"),
+        spawned=param("spawned"),
         created_at=db_now(),
     )
 )
@@ -172,6 +174,8 @@ class NewRun(NamedTuple):
     request_digest: bytes
     input: bytes
     step_limit: int | None
+    spawned: int = 0
+    """1: a parent spawned it, and is to be told its end."""
 
 
 def by_name(transaction: Transaction, tenant: str, application: str, agent: str, name: str) -> ThreadState | None:
@@ -311,6 +315,7 @@ _CANCEL_RUNS = Statement(
             ended_at=db_now(),
             steps=case((run.c.id == param("run_id"), param("run_steps")), else_=run.c.steps),
         )
+        .returning(run.c.id, run.c.spawned)
     )
 )
 _RETRY = Statement(
@@ -363,6 +368,7 @@ _RESUME_RUN = Statement(
         update(run)
         .where(run.c.id == param("run_id"), one_of(run.c.status, (FAILED, CANCELLED)))
         .values(status=RUNNING, error=None, ended_at=None)
+        .returning(run.c.id, run.c.spawned)
     )
 )
 _RESUME_NODE_RUNS = Statement(
@@ -397,13 +403,21 @@ def resume(transaction: Transaction, found: ThreadState) -> list[Nudge]:
     return [Nudge("node", *row) for row in transaction.rows(_RESUME_NODE_RUNS, _place(found))]
 
 
-def cancel(transaction: Transaction, found: ThreadState, error: str) -> None:
-    """End the thread's run and those queued behind it; what the running attempt still wants to do is refused."""
+def cancel(transaction: Transaction, found: ThreadState, error: str) -> list[Nudge]:
+    """End the thread's run and those queued behind it; what the running attempt still wants to do is refused.
+
+    Its children are to be cancelled after it, and its parent is to be told: returns the nudges for that.
+    """
     place = _place(found)
     transaction.run(_CANCEL, {"id": found.id, "error": error})
     transaction.run(_CANCEL_NODE_RUNS, place)
     withdraw(transaction, found.id)
-    transaction.run(_CANCEL_RUNS, {**place, "run_steps": found.run_steps})
+    ended = transaction.rows(_CANCEL_RUNS, {**place, "run_steps": found.run_steps})
+    nudges = children.disown(transaction, found.id)
+    for run_id, spawned in ended:
+        if spawned:
+            nudges += children.end(transaction, run_id, CANCELLED, error=error)
+    return nudges
 
 
 def retry(transaction: Transaction, found: ThreadState, step_limit: int | None) -> list[Nudge]:
@@ -413,7 +427,9 @@ def retry(transaction: Transaction, found: ThreadState, step_limit: int | None) 
     status = WAITING if again else READY
     params = {"id": found.id, "status": status, "pending": len(again), "step_limit": step_limit}
     retried = transaction.rows(_RETRY, params)[0]
-    transaction.run(_RESUME_RUN, place)
+    for run_id, spawned in transaction.rows(_RESUME_RUN, place):
+        if spawned:
+            children.revive(transaction, run_id)
     return [Nudge("node", *row) for row in again] if again else [Nudge("step", *retried)]
 
 

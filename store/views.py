@@ -13,6 +13,7 @@ from keepstep.store.schema import (
     approval,
     audit,
     checkpoint,
+    child,
     decision,
     effect,
     event,
@@ -149,6 +150,8 @@ class WaitView(NamedTuple):
     status: str
     approval_id: str | None
     signal_name: str | None
+    child: str | None
+    """The name of the child's thread."""
     due_at: float | None
     created_at: float
     answered_at: float | None
@@ -245,7 +248,8 @@ _EFFECTS = Statement(
 )
 _WAITS = Statement(
     lambda _dialect: (
-        select(*(wait.c[name] for name in WaitView._fields))
+        select(*(child.c.name.label("child") if name == "child" else wait.c[name] for name in WaitView._fields))
+        .select_from(wait.outerjoin(child, child.c.run_id == wait.c.child_run))
         .where(wait.c.thread_id == param("thread_id"))
         .order_by(wait.c.created_at, wait.c.step, wait.c.run, wait.c.occurrence)
     )

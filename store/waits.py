@@ -272,6 +272,27 @@ def wait_for_signal(transaction: Transaction, thread_id: str, name: str, key: st
     return None if row is None else WaitKey(*row)
 
 
+_OF_CHILD = Statement(
+    lambda _dialect: (
+        select(*_KEY_COLUMNS)
+        .where(
+            wait.c.thread_id == param("thread_id"),
+            wait.c.child_run == param("child_run"),
+            wait.c.child_run.is_not(None),  # as the index says it
+            wait.c.status == "open",
+        )
+        .order_by(wait.c.step, wait.c.run, wait.c.occurrence)
+        .with_for_update()
+    )
+)
+
+
+def of_child(transaction: Transaction, thread_id: str, run_id: str) -> list[WaitKey]:
+    """Return the open waits for the end of a child. The thread's lock is held."""
+    rows = transaction.rows(_OF_CHILD, {"thread_id": thread_id, "child_run": run_id})
+    return [WaitKey(*row) for row in rows]
+
+
 _DUE = Statement(
     lambda _dialect: (
         select(wait.c.thread_id)

@@ -103,7 +103,7 @@ def resume(
 def cancel(
     session: Session, *, thread: ThreadName, graph: GraphName = None, reason: Reason = None, by: By = None
 ) -> None:
-    """End a thread's run, and the runs that are queued behind it. What was done stays done."""
+    """End a thread's run, those queued behind it, and its children. What was done stays done."""
     _control(session, lambda client: client.cancel, thread, "cancelled", graph=graph, reason=reason, by=by)
 
 

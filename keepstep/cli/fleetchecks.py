@@ -15,7 +15,7 @@ from keepstep.cli.records import error_of
 from keepstep.cli.session import Session
 from keepstep.cli.waysout import way_out
 from keepstep.settings import Settings
-from keepstep.store import health, leases, limits, views, workers
+from keepstep.store import health, kin, leases, limits, views, workers
 from keepstep.store.engine import Store
 
 if TYPE_CHECKING:
@@ -163,6 +163,13 @@ def _threads(session: Session, settings: Settings, store: Store) -> Iterator[Fin
                 f"{count} {status} of {graph} version {version}, which no live worker carries",
                 "run a worker with the module that defines it; keep old versions running until their threads end",
             )
+    for graph, count in kin.unstarted(store, settings.tenant, overdue_seconds=_patience(settings)):
+        yield Finding(
+            "problem",
+            "graphs",
+            f"{count} children of {graph} are wanted and not started: no live worker carries a graph of that name",
+            "run a worker with the module that defines it",
+        )
     yield from _backlog(settings, store, carried)
 
 

@@ -10,7 +10,7 @@ from typing import TYPE_CHECKING, Any
 from keepstep.cli.output import iso
 
 if TYPE_CHECKING:
-    from keepstep.runtime.reader import Approval, Checkpoint, Event, Thread
+    from keepstep.runtime.reader import Approval, Checkpoint, Event, Kin, Thread
     from keepstep.store.views import AuditView, EffectView, NodeRunView, RunView, WaitView
 
 
@@ -99,9 +99,30 @@ def wait(found: WaitView) -> dict[str, Any]:
         "status": found.status,
         "approval": found.approval_id,
         "signal": found.signal_name,
+        "child": found.child,
         "due_at": iso(found.due_at),
         "created_at": iso(found.created_at),
         "answered_at": iso(found.answered_at),
+    }
+
+
+def kin(found: Kin) -> dict[str, Any]:
+    """Return the record of a child and its parent."""
+    return {
+        "parent": found.parent,
+        "parent_graph": found.parent_graph,
+        "parent_id": found.parent_id,
+        "node_run": found.node_run,
+        "thread": found.thread,
+        "graph": found.graph,
+        "version": found.version,
+        "id": found.id,
+        "run": found.run,
+        "state": found.state,
+        "status": found.status,
+        "error": found.error,
+        "spawned_at": found.spawned_at,
+        "ended_at": found.ended_at,
     }
 
 

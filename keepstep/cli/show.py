@@ -23,7 +23,7 @@ _EVENTS_MAX = 10_000
 
 @command("show", panel=PANEL, reads=True, example="keepstep show order-81")
 def show(session: Session, *, thread: ThreadName, graph: GraphName = None) -> None:
-    """Show a thread: its status, runs, node runs under way, waits, effects, and who asked for what."""
+    """Show a thread: its status, parent, runs, node runs under way, waits, children, effects, who asked for what."""
     with session.reader() as reader:
         found = reader.get(thread, graph=graph)
         if session.as_json:
@@ -40,6 +40,8 @@ def _document(reader: Reader, found: Thread) -> dict[str, Any]:
         "thread": records.thread(found),
         "runs": [records.run(each) for each in reader.runs(found.id)],
         "node_runs": [records.node_run(each) for each in reader.node_runs(found.id)],
+        "parents": [records.kin(each) for each in reader.parents(found.id)],
+        "children": [records.kin(each) for each in reader.children(found.id)],
         "approvals": [records.approval(each, reader.decisions(each.id)) for each in open_approvals],
         "waits": [records.wait(each) for each in reader.waits(found.id)],
         "effects": [records.effect(each) for each in reader.effects(found.id)],
@@ -50,16 +52,17 @@ def _document(reader: Reader, found: Thread) -> dict[str, Any]:
 
 def _print(session: Session, reader: Reader, found: Thread) -> None:
     output = session.output
-    output.facts(_facts(session, found))
+    output.facts(_facts(session, reader, found))
     _print_runs(session, reader, found)
     _print_node_runs(session, reader, found)
     _print_waits(session, reader, found)
+    _print_children(session, reader, found)
     _print_effects(session, reader, found)
     _print_events(session, reader, found)
     _print_audit(session, reader, found)
 
 
-def _facts(session: Session, found: Thread) -> dict[str, str | Text | None]:
+def _facts(session: Session, reader: Reader, found: Thread) -> dict[str, str | Text | None]:
     from rich.text import Text
 
     from keepstep.cli.output import STATUS_STYLES, local
@@ -74,6 +77,7 @@ def _facts(session: Session, found: Thread) -> dict[str, str | Text | None]:
         "thread": found.name,
         "graph": f"{found.graph} (version {found.version})",
         "id": found.id,
+        "parent": ", ".join(dict.fromkeys(f"{kin.parent} ({kin.parent_graph})" for kin in reader.parents(found.id))),
         "status": status,
         "error": _error(found),
         "way out": way_out(session, found.name, found.status, found.error),
@@ -164,6 +168,30 @@ def _print_waits(session: Session, reader: Reader, found: Thread) -> None:
         session.output.line(f"decide: {session.hint(f'approvals --thread {found.name}')}")
 
 
+def _print_children(session: Session, reader: Reader, found: Thread) -> None:
+    from keepstep.cli.output import short, status_text
+    from keepstep.cli.records import said
+
+    children = reader.children(found.id)
+    if not children:
+        return
+    ended = sum(each.state in {"ended", "delivered"} for each in children)
+    session.output.heading(f"Children ({ended} of {len(children)} ended, the last {min(len(children), _RECENT)})")
+    session.output.table(
+        ("THREAD", "GRAPH", "STATUS", "NODE RUN", "NOTE"),
+        [
+            (
+                each.thread,
+                each.graph,
+                status_text(each.status or each.state),
+                each.node_run,
+                short(said(each.error), 120) if each.error else "",
+            )
+            for each in children[-_RECENT:]
+        ],
+    )
+
+
 def waited_for(wait: Any, question: str | None, *, absolute: bool = False) -> str:
     """Return what a wait waits for, in words; `absolute`: those that do not change while time passes."""
     from keepstep.cli.output import clock, relative, short
@@ -174,6 +202,8 @@ def waited_for(wait: Any, question: str | None, *, absolute: bool = False) -> st
         return f"approval {wait.approval_id}: {short(question or '', 80)}{until}"
     if wait.kind == "signal":
         return f"signal {wait.signal_name}{until}"
+    if wait.kind == "child":
+        return f"child {wait.child}"
     return "time: " + ("" if wait.due_at is None else f"until {clock(wait.due_at)}" if absolute else when(wait.due_at))
 
 

@@ -9,6 +9,7 @@ if TYPE_CHECKING:
 
 _OF_CODES = {
     "step_limit": "{retry} --step-limit N",
+    "child_failed": "what the child came to stands ({show}): once that is mended, give the thread another run",
     "worker_lost": "mend what takes its worker down, then {retry}",
     "effect_unknown": "find out whether it happened. Harmless twice: declare the effect idempotent, deploy, {retry}. "
     "Else: {cancel}",
@@ -31,7 +32,7 @@ def way_out(session: Session, thread: str, status: str, error: Any) -> str | Non
         return None
     code = error.get("code") if isinstance(error, dict) else None
     # A node that fails with a code of its own is mended in its own way.
-    known = status == "blocked" or code == "step_limit"
+    known = status == "blocked" or code in {"step_limit", "child_failed"}
     text = _OF_CODES.get(str(code)) if known else None
     return (text or _OF_STATUSES[status]).format(
         **{verb: session.hint(f"{verb} {thread}") for verb in ("retry", "cancel", "show")}

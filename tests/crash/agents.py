@@ -219,3 +219,37 @@ crowd.edge(START, "invite")
 crowd.route("invite", _guests, to=["guest"])
 crowd.edge("guest", "toast")
 crowd.edge("toast", END)
+
+
+# --- parents and children ---------------------------------------------------------------------------------------------
+
+boat = Graph("boat", state=Log)
+
+
+@boat.node
+def row(state, ctx):
+    """Tow another boat, if there are seats for more than one; wait for a signal at the end, if it is to."""
+    entered(ctx, "row")
+    if state["seats"] > 1:
+        towed = ctx.spawn(boat, {**state, "seats": state["seats"] - 1}, thread=f"{ctx.thread}.boat")
+        return {"log": ctx.join(towed)[0]["log"]}
+    if state["seat"]:
+        ctx.wait_signal("ashore")
+    return {"log": [ctx.effect(pay, ctx.thread, "oars", key="oars")]}
+
+
+boat.edge(START, "row")
+boat.edge("row", END)
+
+fleet = Graph("fleet", state=Log)
+
+
+@fleet.node
+def launch(state, ctx):
+    entered(ctx, "launch")
+    launched = ctx.spawn(boat, {"seats": state["seats"], "seat": state["seat"]}, thread=f"{ctx.thread}.boat")
+    return {"log": ctx.join(launched)[0]["log"]}
+
+
+fleet.edge(START, "launch")
+fleet.edge("launch", END)

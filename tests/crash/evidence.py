@@ -88,6 +88,7 @@ def error_code(deployment: Deployment, thread: str) -> str:
 def hasten(deployment: Deployment) -> None:
     """Let the seconds pass in which a nudge is believed to be on its way."""
     with deployment._engine.begin() as connection:
+        connection.execute(sqlalchemy.text("UPDATE keepstep_child SET due_at = 0 WHERE due_at IS NOT NULL"))
         for table in ("thread", "node_run"):
             connection.execute(
                 sqlalchemy.text(

@@ -123,10 +123,37 @@ OF_MAIN_PROCESS = (
 )
 """Where a worker's main process dies under a voyage."""
 
+OF_FAMILIES = (
+    Death("before_spawn", ".boat", _AGAIN, {"launch": 3}, {"launch": 3}),
+    Death(
+        "after_spawn",
+        ".boat",
+        "the node's body is entered again; the child is found, and started",
+        {"launch": 3},
+        {"launch": 3},
+    ),
+    Death(
+        "after_child_start",
+        ".boat",
+        "the node's body is entered again; the child is found",
+        {"launch": 3},
+        {"launch": 3},
+    ),
+    Death("before_deliver", ".boat", "nothing; the sweep tells the parent"),
+    Death("after_deliver", ".boat", "nothing; the sweep finds the parent"),
+)
+"""Where a pool child dies under a parent or its child."""
+
+OF_CANCELS = (
+    Death("before_child_cancel", ".boat", "nothing; the sweep cancels the child", of_main_process=True),
+    Death("after_child_cancel", ".boat", "nothing; the sweep cancels the child's children", of_main_process=True),
+)
+"""Where a worker's main process dies while a parent is cancelled."""
+
 REGISTERED = Death("after_register", "", "nothing; the row lapses and is removed", of_main_process=True)
 """Where a worker dies before it takes any work."""
 
 ADMITTED = Death("after_admission", "", "nothing; another worker nudges them, a little later", of_main_process=True)
 """Where a worker dies that found a thread whose nudge was lost."""
 
-DEATHS = (*OF_CHILDREN, *OF_MAIN_PROCESS, REGISTERED, ADMITTED)
+DEATHS = (*OF_CHILDREN, *OF_MAIN_PROCESS, *OF_FAMILIES, *OF_CANCELS, REGISTERED, ADMITTED)

@@ -29,6 +29,8 @@ meanwhile (checkpoint 4), pays the cabin (5), waits for the `tide`'s signal (6),
 `toll` (8). It then compares with an undisturbed run: the history is one line whose digests are right, and the starts of
 each node run, the bodies entered, the calls that a server outside has counted, the commands applied, the events and the
 final state differ by nothing but what stands here.
+`tests/crash/test_families.py` does the same to a fleet that spawns a `.boat` and joins it, and to one that is cancelled
+while its boat tows another.
 
 | point | what has happened there | killed at | what it costs |
 |---|---|---|---|

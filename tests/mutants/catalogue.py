@@ -40,6 +40,7 @@ _FENCES = "tests/store/test_fences.py::test_a_{}_taken_over_refuses_its_former_o
 _LOCKS = "tests/steps/test_locks.py::test_"
 _EFFECTS = "tests/steps/test_effects.py::test_"
 _WAITS = "tests/steps/test_waits.py::test_"
+_CHILDREN = "tests/steps/test_children.py::test_"
 
 MUTANTS = (
     Mutant(
@@ -404,5 +405,63 @@ MUTANTS = (
         "runtime/history.py",
         (('parent = head.digest if head is not None else b""', 'parent = b""'),),
         seeds=50,
+    ),
+    Mutant(
+        "children",
+        "a spawn is not fenced",
+        "store/errands.py",
+        (("        hold(transaction, fence)\n", ""),),
+        (_CHILDREN + "an_attempt_that_lost_its_lease_spawns_nothing[sqlite]",),
+    ),
+    Mutant(
+        "children",
+        "the parent is told without its lock",
+        "store/errands.py",
+        (("        waits.lock_thread(transaction, ended.thread_id)\n", ""),),
+        ("tests/steps/test_child_locks.py::test_a_parent_whose_children_end_all_at_once_goes_on_once",),
+    ),
+    Mutant(
+        "children",
+        "parking does not look whether the child has ended",
+        "store/outcomes.py",
+        (("        early = None if ended is None else ended.encode()\n", "        early = None\n"),),
+        (_CHILDREN + "children_that_have_ended_before_the_join_are_there_at_once[sqlite]",),
+    ),
+    Mutant(
+        "children",
+        "a child that is retried tells its end again",
+        "store/children.py",
+        (
+            (
+                """state == STARTED)
+        .values(
+            state=case((child.c.cancel == 1, DELIVERED)""",
+                """state != WANTED)
+        .values(
+            state=case((child.c.cancel == 1, DELIVERED)""",
+            ),
+        ),
+        (_CHILDREN + "a_failed_child_that_is_retried_after_its_parent_was_told_says_nothing_more[sqlite]",),
+    ),
+    Mutant(
+        "children",
+        "a cancel leaves the children alone",
+        "store/threads.py",
+        (("    nudges = children.disown(transaction, found.id)\n", "    nudges: list[Nudge] = []\n"),),
+        (_CHILDREN + "cancelling_a_parent_cancels_its_children_and_theirs[sqlite]",),
+    ),
+    Mutant(
+        "children",
+        "a retry may leave out a child",
+        "runtime/effects.py",
+        (("        self.beside(before)\n", ""),),
+        (_CHILDREN + "a_retry_that_goes_another_way_is_blocked[nothing-plain]",),
+    ),
+    Mutant(
+        "children",
+        "the sweep does not run the errands of the dead",
+        "store/sweep.py",
+        (("    nudges += errands.finish_due(store, limit=limit)\n", ""),),
+        (_CHILDREN + "the_sweep_does_what_a_dead_process_was_about_to[sqlite-telling]",),
     ),
 )

@@ -11,6 +11,7 @@ from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Annotated, Any, TypedDict
 
+from keepstep.errors import ChildFailed
 from keepstep.runtime.context import Context
 from keepstep.runtime.effects import effect
 from keepstep.runtime.graph import END, START, Graph, Send
@@ -285,10 +286,77 @@ for _pair in ((START, "before"), ("before", "sub"), ("sub", "after"), ("after", 
     nested.edge(*_pair)
 
 
-LIMITS = {"graph fan": 2}
+# --- a supervisor and two specialists, one of which may fail -------------------------------------------------------
+
+aide = Graph("aide", state=Work)
+
+
+@aide.node(retry=IN_PLACE)
+def assist(state: Work, ctx: Context) -> dict[str, Any]:
+    _enter(ctx, state["tag"])
+    return _entry(state, f"assist {ctx.effect(read, state['tag'], 'assist')}")
+
+
+@aide.node
+def rest(state: Work, ctx: Context) -> dict[str, Any]:
+    ctx.sleep(5.0)
+    return _entry(state, "rest")
+
+
+for _pair in ((START, "assist"), ("assist", "rest"), ("rest", END)):
+    aide.edge(*_pair)
+
+expert = Graph("expert", state=Work)
+
+
+@expert.node
+def judge(state: Work, ctx: Context) -> dict[str, Any]:
+    paid = ctx.effect(pay, state["tag"], "judge")
+    _enter(ctx, state["tag"])
+    helper = ctx.spawn(aide, {"tag": f"{state['tag']}.c"})
+    decision = ctx.approve(f"{state['tag']} right?")
+    (told,) = ctx.join(helper, on_failure="return")
+    return _entry(state, f"judge {paid} {decision.verdict} {told.status}")
+
+
+expert.edge(START, "judge")
+expert.edge("judge", END)
+
+lead = Graph("lead", state=Work)
+
+
+@lead.node(retry=DURABLE)
+def supervise(state: Work, ctx: Context) -> dict[str, Any]:
+    tag = state["tag"]
+    first = ctx.spawn(aide, {"tag": f"{tag}.a"})
+    _enter(ctx, tag)
+    second = ctx.spawn(expert, {"tag": f"{tag}.b"}, key="expert")
+    paid = ctx.effect(pay, tag, "supervise")
+    told = ctx.join(first, second, on_failure="return")
+    try:
+        said = ctx.join(second)[0]["log"][-1].partition(":")[2]
+    except ChildFailed as error:
+        said = f"{error.status}, {error.error['code']}"
+    return _entry(state, f"supervise {paid} {' '.join(each.status for each in told)}", size=len(said))
+
+
+@lead.node
+def conclude(state: Work, ctx: Context) -> dict[str, Any]:
+    _enter(ctx, state["tag"])
+    return _entry(state, "conclude")
+
+
+for _pair in ((START, "supervise"), ("supervise", "conclude"), ("conclude", END)):
+    lead.edge(*_pair)
+
+
+LIMITS = {"graph fan": 2, "graph aide": 1}
 """How much of a graph may run at once."""
 
-GRAPHS = {graph.name: graph for graph in (chain, loop, fan, parallel, waiting, deadline, nested)}
+GRAPHS = {graph.name: graph for graph in (chain, loop, fan, parallel, waiting, deadline, nested, lead)}
+"""What people start."""
+SPECIALISTS = {graph.name: graph for graph in (aide, expert)}
+"""What nodes start."""
 
 
 # --- what they must write -----------------------------------------------------------------------------------------
@@ -307,11 +375,14 @@ class Planned:
 SIGNAL = "[signal]"
 """Stands in an entry for what a signal carried."""
 
+CHILD = "child "
+"""Before the tag of a child: asks how it ended, as its parent was told."""
+
 Verdict = Callable[[str], str]
 
 
 def expected(run: Planned, verdict: Verdict) -> list[str]:
-    """Return a run's entries, in order; `verdict` tells what was decided on a question."""
+    """Return a run's entries, in order; `verdict` tells what was decided on a question, and how a child ended."""
     return [f"{run.tag}:{text}" for text in _TEXTS[run.graph](run, verdict)]
 
 
@@ -345,5 +416,13 @@ _TEXTS: dict[str, Callable[[Planned, Verdict], list[str]]] = {
     "parallel": lambda _run, _verdict: ["north paid 1", "west read", "south read", "meet"],
     "waiting": _waiting,
     "deadline": lambda run, verdict: [f"hurry {verdict(f'{run.tag} in time?')} {SIGNAL}"],
+    "lead": lambda run, verdict: [
+        f"supervise paid 1 {verdict(f'{CHILD}{run.tag}.a')} {verdict(f'{CHILD}{run.tag}.b')}",
+        "conclude",
+    ],
+    "aide": lambda _run, _verdict: ["assist read", "rest"],
+    "expert": lambda run, verdict: [
+        f"judge paid 1 {verdict(f'{run.tag} right?')} {verdict(f'{CHILD}{run.tag}.c')}",
+    ],
     "nested": lambda run, verdict: ["before", "recover sub/stumble paid 1", f"after {verdict(f'{run.tag} after?')}"],
 }

@@ -7,7 +7,7 @@ from types import SimpleNamespace
 from typing import TYPE_CHECKING, Any
 
 from keepstep.runtime.codec import view
-from tests.simulation.agents import GRAPHS, Planned
+from tests.simulation.agents import CHILD, GRAPHS, Planned
 from tests.simulation.broker import Command
 
 if TYPE_CHECKING:
@@ -28,7 +28,10 @@ _TROUBLES = {
     "waiting": ("fail", "refuse", "poison"),
     "deadline": ("poison",),
     "nested": ("refuse", "poison"),
+    "lead": ("fail", "refuse", "poison"),
 }
+_OF_CHILDREN = {".a": ("fail", "poison", "slow"), ".b": ("fail", "refuse", "poison"), ".b.c": ("fail", "slow")}
+"""Troubles of the children of a run, by what their tags end in."""
 _WAITED_FOR = """
 SELECT t.name, w.signal_name, w.signal_key FROM keepstep_wait w JOIN keepstep_thread t ON t.id = w.thread_id
 WHERE w.kind = 'signal' AND w.status = 'open' ORDER BY w.created_at, w.run, w.occurrence
@@ -49,14 +52,22 @@ class Clients:
     def _plan(self) -> list[Planned]:
         random, planned = self._random, []
         for number in range(random.choice((1, 1, 2, 3))):
-            graph = random.choice((*GRAPHS, "fan", "parallel"))
+            graph = random.choice((*GRAPHS, "fan", "parallel", "lead", "lead"))
             for again in range(random.choice((1, 1, 1, 2))):
                 tag = f"t{number}r{again}"
                 planned.append(Planned(f"thread{number}", graph, tag, random.randrange(8 if graph == "loop" else 6)))
                 for trouble in _TROUBLES[graph]:
                     if random.random() < 0.25:
                         self._world.outside.trouble[f"{trouble} {tag}"] = random.randrange(1, 5)
+                if graph == "lead":
+                    self._trouble_children(tag)
         return planned
+
+    def _trouble_children(self, tag: str) -> None:
+        for ending, troubles in _OF_CHILDREN.items():
+            for trouble in troubles:
+                if self._random.random() < 0.25:
+                    self._world.outside.trouble[f"{trouble} {tag}{ending}"] = self._random.randrange(1, 5)
 
     # --- acts ---------------------------------------------------------------------------------------------------------
 
@@ -168,8 +179,13 @@ class Clients:
 
     def _control_something(self) -> None:
         run = self._random.choice(self.planned)
-        action = self._random.choices(("pause", "resume", "retry", "cancel"), (4, 4, 4, 1))[0]
-        self._send("control", thread=run.thread, action=action, step_limit=None)
+        thread = run.thread
+        children = self._world.store.query("SELECT name FROM keepstep_child ORDER BY created_at, name")
+        if children and self._random.random() < 0.5:
+            ((thread,),) = self._random.choices(children)
+        family = children or run.graph == "lead"
+        action = self._random.choices(("pause", "resume", "retry", "cancel"), (4, 4, 4, 5 if family else 1))[0]
+        self._send("control", thread=thread, action=action, step_limit=None)
 
     def edit_something(self) -> None:
         """Edit the state of a thread: rightly, or what is not there, or what was looked at some time ago."""
@@ -213,7 +229,9 @@ class Clients:
     # --- what came of it ----------------------------------------------------------------------------------------------
 
     def verdict(self, question: str) -> str:
-        """Return what was decided on a question."""
+        """Return what was decided on a question, or how a child ended (see `agents.CHILD`)."""
+        if question.startswith(CHILD):
+            return self._ended(question.removeprefix(CHILD)) or "?"
         found = [
             status
             for status, stored in self._world.store.query("SELECT status, question FROM keepstep_approval")
@@ -222,3 +240,12 @@ class Clients:
         self._world.require(len(found) == 1, "a question was not asked exactly once", f"{question}: {found}")
         verdicts = {"approved": "approve", "rejected": "reject", "answered": "answer"}
         return verdicts.get(found[0], found[0])
+
+    def _ended(self, tag: str) -> str | None:
+        found = [
+            status
+            for status, given in self._world.store.query("SELECT status, input FROM keepstep_child")
+            if view(given)["tag"] == tag
+        ]
+        self._world.require(len(found) <= 1, "a child was spawned twice", f"{tag}: {found}")
+        return found[0] if found else None

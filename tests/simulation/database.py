@@ -16,7 +16,19 @@ from typing import TYPE_CHECKING, Any, TypeVar
 from sqlalchemy import make_url
 
 from keepstep.errors import DatabaseUnavailable, StaleLease
-from keepstep.store import admission, claims, effects, limits, migrate, outcomes, signals, stateedits, workers
+from keepstep.store import (
+    admission,
+    children,
+    claims,
+    effects,
+    limits,
+    migrate,
+    outcomes,
+    signals,
+    stateedits,
+    threads,
+    workers,
+)
 from keepstep.store.engine import Store, Transaction
 from keepstep.store.statements import Row, Statement
 from keepstep.store.status import TRANSITIONS
@@ -38,6 +50,11 @@ _UNFENCED = (
 )
 """What an attempt may write without holding a lease: it acquires one, it says what came of an effect, or it has ended
 and lets in who comes next."""
+_ERRANDS = (
+    *(children._START, children._REFUSE, children._PUT_OFF, children._TELL, children._NOBODY_ASKS, children._FORGET),
+    threads._CANCEL,
+)
+"""What tells the transactions between a parent and a child: whoever comes along runs them, under no lease."""
 _UNAVAILABLE_SECONDS = 0.2
 _REASONS = {
     "failed": {"node_failed", "node_timeout", "step_limit"},
@@ -99,6 +116,11 @@ class WatchedTransaction(Transaction):
         self._watch(statement)
         return super().run(statement, params)
 
+    @property
+    def is_errand(self) -> bool:
+        """Whether it is one of those that lie between two threads."""
+        return any(statement in _ERRANDS for statement in self.wrote)
+
     def _watch(self, statement: Statement) -> None:
         if statement.prepared(self._dialect)[0].startswith("SELECT"):
             return
@@ -156,7 +178,7 @@ class SimulatedStore(Store):
         if self.raw.total_changes != before:
             self.serial += 1
             self._check(watched)
-        elif watched.held is False and any(each not in _UNFENCED for each in watched.wrote):
+        elif watched.held is False and not watched.is_errand and any(each not in _UNFENCED for each in watched.wrote):
             self.world.counts["fenced off"] += 1
         if self.world.database_fails("after the commit"):
             raise DatabaseUnavailable
@@ -186,7 +208,7 @@ class SimulatedStore(Store):
         if claiming:
             self._check_limits()
         self.edits = stateedits._MOVE_HEAD in transaction.wrote
-        if world.attempt is not None and transaction.held is False:
+        if world.attempt is not None and transaction.held is False and not transaction.is_errand:
             foreign = [each for each in transaction.wrote if each not in _UNFENCED]
             world.require(not foreign, "a stale owner wrote", lambda: foreign[0].prepared(self.engine.dialect)[0][:200])
         if effects._BEGIN in transaction.wrote or effects._END in transaction.wrote:

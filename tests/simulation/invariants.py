@@ -19,6 +19,20 @@ if TYPE_CHECKING:
     from tests.simulation.world import World
 
 
+_WAITED_FOR = """
+SELECT c.child_id FROM keepstep_wait w JOIN keepstep_child c ON c.run_id = w.child_run
+JOIN keepstep_thread t ON t.id = c.child_id
+WHERE w.thread_id = ? AND w.status = 'open' AND t.status IN ('blocked', 'waiting')
+"""
+_CHILDREN = """
+SELECT c.name, c.agent, c.run_id, c.child_id, c.state, c.status, c.cancel, c.due_at, c.input, p.status,
+    t.status, r.status
+FROM keepstep_child c
+JOIN keepstep_checkpoint s
+    ON s.thread_id = c.thread_id AND c.step = c.thread_id || '/' || s.branch || '/' || (s.seq + 1)
+JOIN keepstep_run p ON p.id = s.run_id
+LEFT JOIN keepstep_thread t ON t.id = c.child_id LEFT JOIN keepstep_run r ON r.id = c.run_id
+"""
 _ANSWERS = "SELECT answer FROM keepstep_wait WHERE kind = 'signal' AND answer IS NOT NULL"
 
 
@@ -35,10 +49,22 @@ def unfinished(world: World) -> list[str]:
         unknown = status == "blocked" and code == "effect_unknown" and world.unknown(thread_id)
         # Input that no worker could check at the door, as none that carried the graph took the command.
         unfit = status == "failed" and code == "state"
-        at_rest = status in {"done", "cancelled"} or unfit or (unknown and control == "")
+        held_up = status == "waiting" and control == "" and _waits_for_unknown(world, thread_id)
+        at_rest = status in {"done", "cancelled"} or unfit or (unknown and control == "") or held_up
         if not at_rest:
             found.append(f"{name} is {status} {control} {error or ''}")
     return found
+
+
+def _waits_for_unknown(world: World, thread_id: str) -> bool:
+    """Whether a thread waits for a child of which nobody knows whether its effect happened, or one that waits for such.
+
+    Everything else that it waits for has come by then: people have decided and time has passed.
+    """
+    return any(
+        world.unknown(child_id) or _waits_for_unknown(world, child_id)
+        for (child_id,) in world.store.query(_WAITED_FOR, thread_id)
+    )
 
 
 def check(world: World) -> None:
@@ -52,6 +78,7 @@ def check(world: World) -> None:
     _check_effects(world)
     _check_approvals(world)
     _check_commands(world)
+    _check_children(world)
 
 
 # --- threads ------------------------------------------------------------------------------------------------------
@@ -144,7 +171,7 @@ def _check_log(world: World, thread_id: str, name: str, channels: dict[str, Any]
             fits = all(_alike(one, other) for one, other in zip(written, wanted, strict=False))
             world.require(fits and len(written) <= len(wanted), "a run wrote what it should not", f"{written} {wanted}")
             world.require(len(told) == len(set(told)), "an event was told twice", str(told))
-    tags = {run.tag for run in world.clients.planned}
+    tags = {run.tag for run in world.clients.planned} | {view(row[8])["tag"] for row in world.store.query(_CHILDREN)}
     foreign = [entry for entry in log if entry.split(":")[0] not in tags]
     world.require(not foreign, "an entry of no run", str(foreign))
 
@@ -209,8 +236,9 @@ def _check_starts(world: World) -> None:
         rows = world.store.query("SELECT status FROM keepstep_run WHERE request_id = ?", f"request {run.tag}")
         detail = f"{run.tag}: {rows}"
         world.require(len(rows) == 1, "a start was lost or came twice", detail)
-        blocked = world.store.query("SELECT 1 FROM keepstep_thread WHERE name = ? AND status = 'blocked'", run.thread)
-        at_rest = {"done", "cancelled"} | ({"queued", "running"} if blocked else set())
+        threads = world.store.query("SELECT id, status FROM keepstep_thread WHERE name = ?", run.thread)
+        held_up = any(status == "blocked" or _waits_for_unknown(world, thread_id) for thread_id, status in threads)
+        at_rest = {"done", "cancelled"} | ({"queued", "running"} if held_up else set())
         world.require(rows[0][0] in at_rest or _was_left(world, run), "a run was forgotten", detail)
 
 
@@ -261,3 +289,41 @@ def _check_commands(world: World) -> None:
             world.require(given == audited[message.id], "a signal was lost or given twice", f"{message.id}: {given}")
         if message.verb in {"signal", "control", "edit"} and command.outcome == "accepted":
             world.require(audited[message.id] == 1, "an accepted command left nothing", message.id)
+
+
+# --- children -----------------------------------------------------------------------------------------------------
+
+
+def _check_children(world: World) -> None:
+    """Each child was started once, is what its row says, and does not outlive the cancel of its parent."""
+    spawned = [run_id for (run_id,) in world.store.query("SELECT id FROM keepstep_run WHERE spawned = 1")]
+    rows = world.store.query(_CHILDREN)
+    started = [row[2] for row in rows if row[3] is not None]
+    world.require(sorted(spawned) == sorted(started), "a child has another number of runs than one", str(rows))
+    names = [row[0] for row in rows]
+    world.require(len(names) == len(set(names)), "two children have one thread", str(names))
+    for name, agent, _, child_id, state, status, cancel, due_at, given, parent, thread, run in rows:
+        detail = f"{name}: {state} {status} {cancel} {due_at}, its run {run} on {thread}, its parent's {parent}"
+        world.require(due_at is None, "an errand was forgotten", detail)
+        world.require(state != "wanted", "a child was never started", detail)
+        world.require((child_id is None) <= (status == "cancelled" and cancel == 1), "a child has no thread", detail)
+        world.require((status is None) == (state == "started"), "a child's end is not told", detail)
+        world.require(state != "started" or thread in {"blocked", "waiting"}, "a child's end was missed", detail)
+        if child_id is not None and status in {"done", "cancelled"}:
+            # A failed one may have been retried after its parent was told.
+            world.require(run == status, "a child ended otherwise than its parent was told", detail)
+        if cancel or parent == "cancelled":
+            world.require(state == "delivered", "a child outlived the cancel of its parent", detail)
+        if parent == "done":
+            world.require(state == "delivered", "a child was joined and not told", detail)
+        _check_child_log(world, agent, child_id, status, _decoded(world, given)["tag"])
+
+
+def _check_child_log(world: World, agent: str, child_id: str | None, status: str | None, tag: str) -> None:
+    if child_id is None or status != "done":
+        return
+    ((branch,),) = world.store.query("SELECT branch FROM keepstep_thread WHERE id = ?", child_id)
+    history = [row for row, _ in checkpoints.history(world.store, child_id, branch)]
+    log = list(restore(world.codecs[agent, "1"], _since_snapshot(history)).channels.get("log", []))
+    wanted = agents.expected(Planned("", agent, tag, 0), world.clients.verdict)
+    world.require(log == wanted, "a child did not write what it should", f"{log} is not {wanted}")

@@ -22,7 +22,11 @@ from tests.simulation.outside import Outside
 from tests.simulation.workers import SETTINGS, Attempt, Child, Process, SimulatedWorker, carried
 
 _BEGINNING = 1_900_000_000.0
-_SORE = {"in effect", "after_intent", "after_call", "before_commit", "before_pending_write", "before_park"}
+_DISOWNED = "SELECT name FROM keepstep_child WHERE thread_id = ? AND cancel = 1 AND state = 'started'"
+_SORE = {
+    *("in effect", "after_intent", "after_call", "before_commit", "before_pending_write", "before_park"),
+    *("before_spawn", "after_spawn", "before_deliver", "before_child_cancel"),
+}
 """Where most can go wrong, and so where most does."""
 # Made once: a codec knows its graph's types and nothing of the world that uses it.
 _codecs: dict[tuple[str, str], Codec] = {}
@@ -296,7 +300,7 @@ class World:
         self.begin(worker.commands, f"takes {command.message.id}", lambda: self._accept(runtime, command))
 
     def _accept(self, runtime: Runtime, command: Command) -> None:
-        acknowledged, known = False, command.outcome
+        acknowledged, known, failures = False, command.outcome, self.counts["database failures"]
         try:
             try:
                 accepted = commands.accept(runtime, command.message)
@@ -317,6 +321,9 @@ class World:
             "an accepted command was refused later",
             f"{command.message.id}: {outcome}",
         )
+        if accepted is not None and not accepted.duplicate and self.counts["database failures"] == failures:
+            left = self.store.query(_DISOWNED, accepted.thread_id)
+            self.require(not left, "a cancelled parent's child was left for later", str(left))
         self.note(f"{command.message.id} {outcome}{' again' if accepted and accepted.duplicate else ''}")
         if self.healing or self.random.random() >= self.broker.loss:
             command.outcome = outcome

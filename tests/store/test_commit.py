@@ -26,7 +26,7 @@ def test_a_checkpoint_moves_the_head_and_gives_the_lease_back(store):
 
     committed = commit(store, fence, new, patience_seconds=1)
 
-    assert committed == (2, "ready", "", 1)
+    assert committed == (2, "ready", "", 1, ())
     found = row(store, fence.thread_id)
     assert {
         name: found[name] for name in ("seq", "snapshot_seq", "checkpoint_id", "version", "run_id", "run_steps")
@@ -76,7 +76,7 @@ def test_a_run_queued_meanwhile_makes_the_ended_thread_ready(store):
         )
     after = leases.Fence(thread_id, fence.nonce, 0, 1)
 
-    assert commit(store, after, checkpoint(after, status="done"), patience_seconds=1) == (3, "ready", "", 1)
+    assert commit(store, after, checkpoint(after, status="done"), patience_seconds=1) == (3, "ready", "", 1, ())
     assert row(store, thread_id)["run_active"] == 0
 
 
@@ -120,7 +120,7 @@ def test_the_outcome_is_found_out(postgresql_url, proxied_url, postgresql_proxy,
     kept = bool(new.keep_lease)
     queued = 0 if kept else 1
     # The run that create() queued is still there when this commit ends one: the thread stays ready for it.
-    assert committed == (2, "ready", "", queued)
+    assert committed == (2, "ready", "", queued, ())
     found = row(direct, thread_id)
     assert ids(direct, thread_id) == [new.id]
     assert (found["seq"], found["version"], found["queued"]) == (0, 2, queued)

@@ -40,6 +40,11 @@ OPERATING = Path(__file__).parents[2] / "docs" / "operating.md"
         ("blocked", "worker_lost", "mend what takes its worker down, then keepstep retry T"),
         ("blocked", "unheard_of", "look at it (keepstep show T), then keepstep retry T or keepstep cancel T"),
         ("failed", "step_limit", "keepstep retry T --step-limit N"),
+        (
+            "failed",
+            "child_failed",
+            "what the child came to stands (keepstep show T): once that is mended, give the thread another run",
+        ),
         ("failed", "node_failed", "once its cause is mended: keepstep retry T"),
         ("failed", "graph", "once its cause is mended: keepstep retry T"),
         ("cancelled", "cancelled", None),

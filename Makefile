@@ -37,7 +37,7 @@ run: $(VENV)/.runnable ## an agent audits the licences of this environment, on t
 
 dev: $(VENV)/.installed $(LINKS) ## the environment in .venv: locked dependencies, Keepstep editable
 
-test: dev ## all tests, with PostgreSQL and Redis servers of their own
+test: dev ## all tests, with PostgreSQL, Redis and RabbitMQ servers of their own
 	@$(call say,test,pytest $(PYTEST_ARGS))
 	@$(BIN)/python -m pytest $(PYTEST_ARGS)
 
@@ -48,7 +48,7 @@ simulate: dev ## seeded faults on the real runtime: SEEDS=2000 of them, or SEED=
 	@$(call say,simulate,$(if $(SEED),seed $(SEED),$(SEEDS) seeds))
 	@$(BIN)/python -m tests.simulation $(if $(SEED),--seed $(SEED),--seeds $(SEEDS))
 
-chaos: dev ## workers, PostgreSQL and Redis under a monkey; CHAOS_ARGS="--runs 500 --faults 500 --seed 7"; last line JSON
+chaos: dev ## workers, PostgreSQL, Redis and RabbitMQ under a monkey; CHAOS_ARGS="--broker both --runs 500 --seed 7"; last line JSON
 	@$(call say,chaos,$(CHAOS_ARGS))
 	@$(BIN)/python -m tests.chaos $(CHAOS_ARGS)
 

@@ -16,6 +16,7 @@ from urllib.parse import quote, unquote
 import kombu
 from kombu.transport import TRANSPORT_ALIASES
 
+from keepstep import blockage
 from keepstep.errors import InvalidSettings
 from keepstep.priority import PRIORITIES
 
@@ -152,6 +153,8 @@ def connection(url: str, *, commands: bool, queue: str = "keepstep", timeout_sec
     Raises `InvalidSettings` for a URL that cannot be read.
     """
     options = transport_options(url, commands=commands, queue=queue, timeout_seconds=timeout_seconds)
+    if kind_of(url) == "amqp":
+        options |= blockage.options()
     try:
         return kombu.Connection(
             url, transport_options=options, connect_timeout=timeout_seconds, **_connect_arguments(url)
@@ -258,6 +261,7 @@ def publish_reply(producer: kombu.Producer, body: bytes, *, reply_to: str, corre
         _logger.warning("a command wants its reply in a queue that is none of replies: not answered")
         return False
     channel = producer.channel
+    blockage.check(channel)
     # Redis and the file broker give a queue its time to live when it is declared or published to by a channel that
     # declared it. On RabbitMQ a reply to a client that is gone must find no queue.
     if producer.connection.transport.driver_type in {"redis", "file"}:

@@ -17,8 +17,8 @@ from typing import TYPE_CHECKING, Any, Literal, Self
 
 import kombu
 
+from keepstep import blockage, errors, ids
 from keepstep import broker as brokers
-from keepstep import errors, ids
 from keepstep.jsonvalue import checked_json
 from keepstep.link import Link, Replies
 from keepstep.priority import PRIORITIES, Priority
@@ -229,7 +229,7 @@ class Client:
         by: str | None = None,
         step_limit: int | None = None,
     ) -> Receipt:
-        """Let a failed `thread` try again, with another step limit when one is given."""
+        """Let a failed, blocked or cancelled `thread` go on, with another step limit when one is given."""
         return self._control("retry", thread, graph=graph, reason=reason, by=by, step_limit=step_limit)
 
     def edit(
@@ -315,6 +315,7 @@ class Client:
             self._replies.collect(deadline)
 
     def _publish_on(self, channel: Any, command_id: str, body: bytes, deadline: float) -> None:
+        blockage.check(channel)
         now = time.monotonic()
         if self._declared_on is not channel or now >= self._declare_at:
             # The reply queue vanishes when nobody uses it, and declaring it is a use.

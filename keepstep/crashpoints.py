@@ -45,6 +45,7 @@ POINTS: Final = {
     "after_nudge": "the next step is nudged",
     "inside_command": "a command is applied, the transaction is not committed",
     "after_command": "a command is committed, neither acknowledged nor answered nor nudged",
+    "before_ack": "a command is committed and answered, not acknowledged",
     "after_sweep": "the time or a death made rows due, nothing is published",
     "after_admission": "rows that are due are marked as nudged, nothing is published",
     "after_register": "the worker's row is committed, it takes no work yet",

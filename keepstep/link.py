@@ -12,8 +12,10 @@ from contextlib import suppress
 from typing import TYPE_CHECKING, Any
 
 import kombu
+from amqp.exceptions import MessageNacked
 
 from keepstep import broker, errors, ids
+from keepstep.blockage import Blocked
 
 if TYPE_CHECKING:
     from collections.abc import Callable
@@ -56,10 +58,13 @@ class Link:
                 action(self._channel)
             except Exception as error:
                 outage = self._connection is not None and isinstance(error, self._outages())
-                self.close(broken=True)
+                late = time.monotonic() + pause >= deadline
+                # One that is blocked is kept, as long as it is for the same message.
+                if late or not isinstance(error, Blocked):
+                    self.close(broken=True)
                 if not outage:
                     raise
-                if time.monotonic() + pause >= deadline:
+                if late:
                     cause = broker.scrubbed(f"{type(error).__name__}: {error}", self._url)
                     message = f"the broker at {broker.redacted(self._url)} cannot be reached: {cause}"
                     raise errors.BrokerUnavailable(message) from error
@@ -77,7 +82,8 @@ class Link:
         """Return what a client library raises when it is the broker's fault, or the network's."""
         connection = self._connection
         assert connection is not None  # noqa: S101  `run` asked
-        return (*connection.connection_errors, *connection.channel_errors, OSError)
+        # RabbitMQ refuses a message when the queue's leader is just being chosen, or was lost.
+        return (*connection.connection_errors, *connection.channel_errors, OSError, MessageNacked)
 
     def drain(self, seconds: float) -> bool:
         """Deliver what comes within `seconds` to the channel's consumers; say whether anything came."""

@@ -31,7 +31,7 @@ from keepstep.errors import (
 )
 from keepstep.ids import checked_name, new_id
 from keepstep.priority import NORMAL, PRIORITIES
-from keepstep.runtime import edits, planner, stateedits
+from keepstep.runtime import edits, stateedits
 from keepstep.runtime.children import attended
 from keepstep.runtime.codec import view
 from keepstep.runtime.compiled import CompiledGraph
@@ -40,7 +40,7 @@ from keepstep.runtime.outcome import error_text
 from keepstep.store import signals, threads, waits
 from keepstep.store.engine import Transaction
 from keepstep.store.leases import Nudge
-from keepstep.store.schema import BLOCKED, ENDED, FAILED
+from keepstep.store.schema import BLOCKED, CANCELLED, ENDED, FAILED, WAITING
 from keepstep.store.threads import NewRun, ThreadState
 from keepstep.store.waits import ApprovalState, DecisionState
 
@@ -153,7 +153,7 @@ def accept(runtime: Runtime, message: Any) -> Accepted:
                 if digest != _content_digest(message):
                     text = f"command id {message.id!r} was used before for something else"
                     raise Conflict(text)
-                return Accepted(thread_id, duplicate=True)
+                return Accepted(thread_id, _run_of(transaction, message), duplicate=True)
             accepted = handler(runtime, transaction, message)
             reach("inside_command", message.verb)
             return accepted
@@ -167,6 +167,14 @@ def accept(runtime: Runtime, message: Any) -> Accepted:
     else:
         accepted = once()
     return replace(accepted, nudges=attended(runtime, accepted.nudges))
+
+
+def _run_of(transaction: Transaction, message: Any) -> str | None:
+    """Return the run that a start has made, for a sender whose first answer was lost."""
+    if message.verb != "start":
+        return None
+    found = threads.run_of_request(transaction, message.tenant, message.request_id or message.id)
+    return None if found is None else found.id
 
 
 def _content_digest(message: Any) -> bytes:
@@ -217,7 +225,8 @@ def _start(runtime: Runtime, transaction: Transaction, message: StartMessage) ->
     found = threads.by_name(transaction, message.tenant, message.application, message.graph, message.thread)
     if found is None:
         if graph is not None:
-            _check_input(graph, message.input)
+            # Not what follows from it: a route is the user's code, which must not hold up who takes in commands.
+            graph.schema.initial(message.input)
         thread_id = new_id()
         nudge: Nudge | None = threads.create(
             transaction,
@@ -247,12 +256,6 @@ def _carried(runtime: Runtime, name: str) -> CompiledGraph | None:
     """Return the graph of that name this process carries; of several versions the last one defined."""
     found = [graph for (graph_name, _), graph in runtime.graphs.items() if graph_name == name]
     return found[-1] if found else None
-
-
-def _check_input(graph: CompiledGraph, given: object) -> None:
-    """Refuse at the door what the first step would refuse."""
-    channels = graph.schema.initial(given)
-    planner.begin(graph, channels, key="")
 
 
 # --- decide ---
@@ -423,15 +426,24 @@ def _control(_runtime: Runtime, transaction: Transaction, message: ControlMessag
             text = error_text({"code": "cancelled", "message": message.reason or "cancelled", "by": message.by})
             nudges = threads.cancel(transaction, found, text)
         case _:
-            if found.status not in (FAILED, BLOCKED):
-                text = f"thread {found.name!r} is {found.status}: only a failed or blocked one can be retried"
-                raise WrongStatus(text)
-            if not found.run_active:
-                text = f"thread {found.name!r} failed before its run began: start it again with input that fits"
-                raise WrongStatus(text)
-            nudges = threads.retry(transaction, found, message.step_limit)
+            nudges = _retry(transaction, found, message)
     _audit(transaction, message, found.id, message.action, message.by or "operator", {"reason": message.reason})
     return Accepted(found.id, found.run_id, nudges=nudges)
+
+
+def _retry(transaction: Transaction, found: ThreadState, message: ControlMessage) -> list[Nudge]:
+    if found.status == WAITING:
+        nudges = threads.retry_beside(transaction, found)
+        if nudges:
+            return nudges
+    if found.status not in (FAILED, BLOCKED, CANCELLED):
+        text = f"thread {found.name!r} is {found.status}: only what failed, is blocked or was cancelled can be retried"
+        raise WrongStatus(text)
+    if not found.run_active:
+        was = "failed" if found.status == FAILED else "was cancelled"
+        text = f"thread {found.name!r} {was} before its run began: start it again, with input that fits"
+        raise WrongStatus(text)
+    return threads.retry(transaction, found, message.step_limit)
 
 
 def _refuse_ended(found: ThreadState, what: str, *, but: tuple[str, ...] = ()) -> None:

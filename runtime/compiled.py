@@ -8,6 +8,7 @@ from typing import TYPE_CHECKING, Any
 
 from keepstep.errors import GraphError
 from keepstep.runtime.policy import NO_RETRY, Retry
+from keepstep.runtime.reducers import add, append
 from keepstep.runtime.routing import END, START, Choose
 
 if TYPE_CHECKING:
@@ -72,6 +73,8 @@ class CompiledGraph:
     types: TypeRegistry
     declared: tuple[type, ...]
     """The state type and the further types stored data may name, those of subgraphs included."""
+    decides: bool = False
+    """Whether code of the user's says what follows or how writes are put together: routes, own reducers."""
     owners: dict[str, tuple[CompiledGraph, Node]] = field(default_factory=dict)
     """By node path: the node, and the graph it belongs to."""
 
@@ -131,6 +134,9 @@ def compiled(graph: Graph, inside: tuple[Graph, ...] = ()) -> CompiledGraph:
         schema=graph.schema,
         types=TypeRegistry(declared),
         declared=tuple(declared),
+        decides=bool(graph.routes)
+        or any(key.reducer not in (None, add, append) for key in graph.schema.keys.values())
+        or any(node.subgraph.decides for node in nodes.values() if node.subgraph is not None),
         owners=owners,
     )
     owners.update({name: (whole, node) for name, node in nodes.items()})

@@ -41,7 +41,8 @@ class Attempt:
     waits: WaitBook
     children: ChildBook
     codec: Codec
-    failures: Sequence[Mapping[str, Any]] = ()
+    failures: Callable[[], Sequence[Mapping[str, Any]]]
+    """What failed, and was to be continued after, in the super-step before."""
     events: list[NewEvent] = field(default_factory=list)
     emitted: int = 0
     published: Callable[[], int] = lambda: 0
@@ -110,7 +111,7 @@ class _Facts:
     @property
     def failures(self) -> list[dict[str, Any]]:
         """Failures of the super-step before, of nodes with `on_error="continue"`: [{node, run, type, message}]."""
-        return [dict(failure) for failure in self._attempt.failures]
+        return [dict(failure) for failure in self._attempt.failures()]
 
     @cached_property
     def log(self) -> Any:

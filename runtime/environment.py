@@ -69,6 +69,11 @@ class Runtime:
             log.info("left_to_sweep", reason=error.message)
             return []
 
+    def end(self) -> None:
+        """End this process, where it is ours to end."""
+        if self.end_process is not None:
+            self.end_process()
+
     @cached_property
     def carried(self) -> str:
         """The graphs this process carries, as claims and sweeps spell them."""
@@ -99,5 +104,5 @@ class Runtime:
         return self.settings.node_timeout_seconds if node.timeout is None else node.timeout
 
     def lease_seconds(self, timeout: float) -> float:
-        """Return how long a lease lasts for a node of that timeout: its grace time, and twice for the way there."""
+        """Return how long a lease lasts for a node of that timeout: its grace time, and that of the routes after it."""
         return timeout + 2 * self.settings.timeout_grace_seconds

@@ -8,7 +8,7 @@ import functools
 import random
 import threading
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -64,6 +64,10 @@ class NodeRun:
     failures: int
     events: list[NewEvent]
     """Filled by the attempt that counts."""
+    failures_before: Callable[[], Sequence[Mapping[str, Any]]] | None = None
+    """Looks up what failed in the super-step before, where the node run does not bring it along."""
+    deadline: float = 0.0
+    """When the time of the attempt under way ends, by this process's clock."""
 
     @property
     def node(self) -> Node:
@@ -116,7 +120,7 @@ def _planned_wait(state: RetryCallState) -> float:
 def _attempt(runtime: Runtime, node_run: NodeRun) -> Outcome:
     """Enter the node's body once."""
     timeout = runtime.timeout(node_run.node)
-    deadline = time.monotonic() + timeout
+    deadline = node_run.deadline = time.monotonic() + timeout
     attempt = _prepared(runtime, node_run, deadline)
     try:
         result = _result(runtime, node_run, attempt, timeout, deadline)
@@ -135,13 +139,16 @@ def _attempt(runtime: Runtime, node_run: NodeRun) -> Outcome:
 
 def _result(runtime: Runtime, node_run: NodeRun, attempt: Attempt, timeout: float, deadline: float) -> NodeResult:
     """Return what the node returned, checked; raises whatever ends the attempt otherwise."""
-    given, seen = node_run.present()
-    with runtime.watchdog.watch(timeout + runtime.settings.timeout_grace_seconds, lambda: _end_hung(runtime, node_run)):
-        ours = runtime.end_process is not None
+    ours = runtime.end_process is not None
+    # The state's own types run code of the user's, too.
+    with runtime.watchdog.watch(
+        timeout + runtime.settings.timeout_grace_seconds, lambda: _write_off(runtime, node_run), runtime.end
+    ):
+        given, seen = node_run.present()
         returned = _called(node_run.node, given, attempt, timeout, process_is_ours=ours)
         if time.monotonic() > deadline:
             raise NodeOverdue  # a node that could not be interrupted ends as one that was
-    result = planner.result_of(node_run.graph, node_run.run, returned, seen, given)
+        result = planner.result_of(node_run.graph, node_run.run, returned, seen, given)
     # Refused now, while the node can be named, and not when the whole step is committed.
     attempt.codec.encode(result.to_plain().get("update", {}))
     attempt.journal.check_course(before="its end")
@@ -209,7 +216,8 @@ def _prepared(runtime: Runtime, node_run: NodeRun, deadline: float) -> Attempt:
     )
     book = WaitBook(codec, lambda: stored_waits.of_run(runtime.store, thread.id, node_run.step, run.id) if load else [])
     children = ChildBook(runtime, fence, place, journal, book, priority=thread.priority, load=load)
-    attempt = Attempt(place, journal, book, children, codec, run.failures)
+    failures = functools.cache(node_run.failures_before or (lambda: run.failures))
+    attempt = Attempt(place, journal, book, children, codec, failures)
     if load:
         attempt.published = functools.cache(
             lambda: checkpoints.events_published(runtime.store, thread.id, node_run.step, fence.seq, run.id)
@@ -279,8 +287,8 @@ def _failed(node_run: NodeRun, error: BaseException, attempt: Attempt) -> Outcom
     return Failed(node_run.failures, text)
 
 
-def _end_hung(runtime: Runtime, node_run: NodeRun) -> None:
-    """Write off an attempt that does not end, then the process it holds."""
+def _write_off(runtime: Runtime, node_run: NodeRun) -> None:
+    """Write off an attempt that does not end, before the process that it holds is ended."""
     if runtime.end_process is None:
         return
     run = node_run.run
@@ -295,5 +303,5 @@ def _end_hung(runtime: Runtime, node_run: NodeRun) -> None:
         outcome: Outcome = (
             Retry(retry.wait(failures, random.random), failures, text) if again else Failed(failures, text)
         )
-        settlement.settle(runtime, node_run.claim, node_run.step, run.id, outcome, (), failures=failures)
-    runtime.end_process()
+        settled = settlement.settle(runtime, node_run.claim, node_run.step, run.id, outcome, (), failures=failures)
+        runtime.publish(settled)

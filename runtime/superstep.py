@@ -7,10 +7,11 @@ the lease is released by whoever notices, and another worker begins again at the
 
 from __future__ import annotations
 
+import contextlib
 import time
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
-from typing import Any
+from typing import Any, TypeVar
 
 import structlog
 
@@ -19,6 +20,7 @@ from keepstep.errors import (
     DatabaseUnavailable,
     GraphError,
     KeepstepError,
+    NodeTimeout,
     StaleLease,
     StepError,
     StepLimit,
@@ -30,9 +32,10 @@ from keepstep.runtime.compiled import CompiledGraph
 from keepstep.runtime.environment import Runtime
 from keepstep.runtime.execution import NodeRun, execute, of_state
 from keepstep.runtime.history import Channels, Head, describe, payload, restore
-from keepstep.runtime.outcome import Blocked, Done, Failed, Outcome, described, error_text
+from keepstep.runtime.outcome import Blocked, Done, Failed, NodeOverdue, Outcome, described, error_text
 from keepstep.runtime.planner import MISSING, Cursor, DueRun, NodeResult
 from keepstep.runtime.settlement import PATIENCE_SECONDS, settle
+from keepstep.runtime.watchdog import alarm
 from keepstep.store import checkpoints, claims, leases, outcomes
 from keepstep.store.checkpoints import Committed, NewCheckpoint, NewEvent
 from keepstep.store.claims import Claim
@@ -42,7 +45,10 @@ from keepstep.store.schema import BLOCKED, DONE, FAILED, READY
 
 __all__ = ["Runtime", "run_node", "run_step"]
 
+T = TypeVar("T")
 log = structlog.get_logger("keepstep.step")
+
+_NAMED_MAX = 4
 
 
 def run_step(runtime: Runtime, thread_id: str, version: int) -> bool:
@@ -128,7 +134,15 @@ def _begin_run(
     try:
         given = runtime.codec(graph).decode(queued.input)
         channels = graph.schema.initial(given) if head is None else graph.schema.merge(head.channels, given)
-        cursor = planner.begin(graph, channels, key="")
+        cursor = _in_time(
+            runtime,
+            claim,
+            graph,
+            runtime.settings.node_timeout_seconds,
+            "the routes from START",
+            lambda: planner.begin(graph, channels, key=""),
+            lambda text: outcomes.refuse_run(runtime.store, claim.fence, queued.id, text),
+        )
     except KeepstepError as error:
         text = error_text(described(error))
         return outcomes.refuse_run(runtime.store, claim.fence, queued.id, text)
@@ -184,7 +198,9 @@ def _run_alone(runtime: Runtime, claim: Claim, graph: CompiledGraph, head: Head,
         _report(claim, run.id, outcome)
         return settle(runtime, claim, step, run.id, outcome, events, failures=node_run.failures)
     ran = _ran(run.id, node_run.starts, node_run.failures) | {"seconds": round(time.perf_counter() - started, 6)}
-    return _advance(runtime, claim, graph, head, {run.id: outcome.result}, ran=[ran], events=events, step=step)
+    seconds = max(node_run.deadline - time.monotonic(), runtime.settings.timeout_grace_seconds)
+    results = {run.id: outcome.result}
+    return _advance(runtime, claim, graph, head, results, ran=[ran], events=events, step=step, seconds=seconds)
 
 
 def _ran(run: str, starts: int, failures: int) -> dict[str, Any]:
@@ -293,6 +309,8 @@ def _node_run(runtime: Runtime, claim: Claim, step: str) -> list[Nudge]:
     run, present = _as_due(runtime, claim, graph)
     events: list[NewEvent] = []
     node_run = NodeRun(graph, run, claim, step, present, claim.attempt.starts, claim.attempt.failures, events)
+    if run.input is not MISSING:
+        node_run.failures_before = lambda: _failures_before(runtime, claim, graph)
     outcome = execute(runtime, node_run)
     _report(claim, run.id, outcome)
     return settle(runtime, claim, step, run.id, outcome, events, failures=node_run.failures)
@@ -318,6 +336,13 @@ def _as_due(runtime: Runtime, claim: Claim, graph: CompiledGraph) -> tuple[DueRu
     raise GraphError(message)
 
 
+def _failures_before(runtime: Runtime, claim: Claim, graph: CompiledGraph) -> Sequence[Mapping[str, Any]]:
+    """Return what a Send's node run is told of the super-step before; few ask, so it is loaded for these."""
+    stored = checkpoints.cursor_of(runtime.store, claim.thread.id, claim.fence.branch, claim.fence.seq - 1)
+    cursor = Cursor.from_plain(runtime.codec(graph).decode(stored))
+    return next((run.failures for run in planner.due(graph, cursor, {}) if run.id == claim.fence.run), ())
+
+
 def _join(
     runtime: Runtime, claim: Claim, graph: CompiledGraph, head: Head, step: str, runs: Sequence[DueRun]
 ) -> list[Nudge]:
@@ -336,10 +361,46 @@ def _join(
         message = f"node run {missing[0]!r} is due and was not fanned out"
         raise StepError(message)
     ran = [_ran(row.run, row.starts, 0) for row in rows]
-    return _advance(runtime, claim, graph, head, results, ran=ran, events=(), step=step)
+    seconds = max(runtime.timeout(graph.node_at(run.node)) for run in runs)
+    return _advance(runtime, claim, graph, head, results, ran=ran, events=(), step=step, seconds=seconds)
 
 
 # --- the commit ---
+
+
+def _in_time(
+    runtime: Runtime,
+    claim: Claim,
+    graph: CompiledGraph,
+    seconds: float,
+    what: str,
+    plan: Callable[[], T],
+    fail: Callable[[str], list[Nudge]],
+) -> T:
+    """Plan what follows. Routes and own reducers are ended like nodes: when told, or else with the process."""
+    if not graph.decides:
+        return plan()
+    deadline = time.monotonic() + seconds
+    message = f"{what} ran longer than their timeout"
+
+    def write_off() -> None:
+        if runtime.end_process is None:
+            return
+        log.error("routes_hung", thread=claim.thread.name, step=_key(claim.fence))
+        error = NodeTimeout(f"{message} and did not end when told; their process was ended")
+        with contextlib.suppress(Exception):  # as of a node
+            runtime.publish(fail(error_text(described(error, step=_key(claim.fence)))))
+
+    ours = runtime.end_process is not None
+    with runtime.watchdog.watch(seconds + runtime.settings.timeout_grace_seconds, write_off, runtime.end):
+        try:
+            with alarm(seconds, process_is_ours=ours):
+                planned = plan()
+        except NodeOverdue:
+            raise NodeTimeout(message) from None
+        if time.monotonic() > deadline:
+            raise NodeTimeout(message)
+    return planned
 
 
 def _advance(
@@ -352,9 +413,19 @@ def _advance(
     ran: Sequence[Mapping[str, Any]],
     events: Sequence[NewEvent],
     step: str,
+    seconds: float,
 ) -> list[Nudge]:
     """Apply what the node runs wrote, plan what follows, commit, and return the nudge of the next step."""
-    cursor, channels = planner.advance(graph, head.cursor, head.channels, results, key="")
+    named = ", ".join(map(repr, results)) if len(results) < _NAMED_MAX else f"{len(results)} node runs"
+    cursor, channels = _in_time(
+        runtime,
+        claim,
+        graph,
+        seconds,
+        f"the routes and reducers after {named}",
+        lambda: planner.advance(graph, head.cursor, head.channels, results, key=""),
+        lambda text: _stop(runtime, claim, FAILED, text),
+    )
     committed, _ = _commit(
         runtime,
         claim,
@@ -443,7 +514,10 @@ def _commit(
 def _next_lease_seconds(runtime: Runtime, graph: CompiledGraph, cursor: Cursor, channels: Channels) -> float:
     """Return how long the next claim's lease lasts: as long as the longest node that it may run inline."""
     due = planner.due(graph, cursor, channels)
-    longest = max((runtime.timeout(graph.node_at(run.node)) for run in due), default=0.0)
+    # Nothing is due: the next claim begins a run, by the routes from START.
+    longest = max(
+        (runtime.timeout(graph.node_at(run.node)) for run in due), default=runtime.settings.node_timeout_seconds
+    )
     return runtime.lease_seconds(longest)
 
 

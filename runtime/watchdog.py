@@ -1,4 +1,4 @@
-"""A node's time: an alarm that tells it, and a watchdog for one that does not hear.
+"""The time of a node, and of the routes and reducers after it: an alarm that tells it, a watchdog if it does not hear.
 
 An async node is cancelled by its event loop. A sync node in a process's main thread is interrupted by SIGALRM, between
 two bytecodes. What hears neither, because it is in C code or in another thread, is given a grace time and then ended
@@ -70,22 +70,25 @@ def undisturbed() -> Iterator[None]:
 
 
 class Watchdog:
-    """Calls back for nodes that are still running when their time and grace are over."""
+    """Calls back for what is still running when its time and grace are over."""
 
     def __init__(self) -> None:
-        self._due: dict[int, tuple[float, Callable[[], None]]] = {}
+        self._due: dict[int, tuple[float, Callable[[], None], Callable[[], None]]] = {}
         self._number = 0
         self._lock = threading.Lock()
         self._busy = threading.Event()
         self._thread: threading.Thread | None = None
 
     @contextlib.contextmanager
-    def watch(self, seconds: float, overdue: Callable[[], None]) -> Iterator[None]:
-        """Call `overdue`, in another thread, if the block takes longer than that."""
+    def watch(self, seconds: float, write_off: Callable[[], None], end: Callable[[], None]) -> Iterator[None]:
+        """Call `write_off` and `end`, in another thread, if the block takes longer than that.
+
+        `end` is called when all that are overdue together are written off, for it may end the process.
+        """
         with self._lock:
             self._number += 1
             number = self._number
-            self._due[number] = (time.monotonic() + seconds, overdue)
+            self._due[number] = (time.monotonic() + seconds, write_off, end)
             if self._thread is None or not self._thread.is_alive():
                 self._thread = threading.Thread(target=self._run, name="keepstep-watchdog", daemon=True)
                 self._thread.start()
@@ -103,10 +106,12 @@ class Watchdog:
             time.sleep(_TICK_SECONDS)
             now = time.monotonic()
             with self._lock:
-                late = [number for number, (deadline, _) in self._due.items() if deadline <= now]
-                calls = [self._due.pop(number)[1] for number in late]
+                late = [number for number, (deadline, *_) in self._due.items() if deadline <= now]
+                calls = [self._due.pop(number) for number in late]
                 if not self._due:
                     # Here and not when a node ends: nodes that follow each other need not wake this thread.
                     self._busy.clear()
-            for call in calls:
-                call()
+            for _, write_off, _ in calls:
+                write_off()
+            for _, _, end in calls:
+                end()

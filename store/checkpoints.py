@@ -230,6 +230,13 @@ _NEXT_RUN = Statement(
         .limit(1)
     )
 )
+_CURSOR = Statement(
+    lambda _dialect: select(checkpoint.c.cursor).where(
+        checkpoint.c.thread_id == param("thread_id"),
+        checkpoint.c.branch == param("branch"),
+        checkpoint.c.seq == param("seq"),
+    )
+)
 _HISTORY = Statement(
     lambda _dialect: (
         select(*CHECKPOINT_COLUMNS, checkpoint.c.created_at)
@@ -359,6 +366,11 @@ def next_run(store: Store, thread_id: str) -> QueuedRun | None:
     """Return the run that begins next, or None when none is queued."""
     rows = store.rows(_NEXT_RUN, {"thread_id": thread_id})
     return QueuedRun(*rows[0]) if rows else None
+
+
+def cursor_of(store: Store, thread_id: str, branch: int, seq: int) -> bytes:
+    """Return the cursor of a checkpoint that exists."""
+    return bytes(store.rows(_CURSOR, {"thread_id": thread_id, "branch": branch, "seq": seq})[0][0])
 
 
 def history(store: Store, thread_id: str, branch: int) -> list[tuple[CheckpointRow, float]]:

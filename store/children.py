@@ -171,6 +171,15 @@ _DISOWN = Statement(
 )
 
 
+_RECLAIM = Statement(
+    lambda _dialect: (
+        update(child)
+        .where(child.c.thread_id == param("thread_id"), child.c.state == STARTED, child.c.cancel == 1)
+        .values(cancel=0, due_at=None, tries=0)
+    )
+)
+
+
 def of_run(store: Store, thread_id: str, step: str, run: str) -> list[ChildState]:
     """Return the children that a node run has spawned, in order."""
     return [ChildState(*row) for row in store.rows(_OF_RUN, {"thread_id": thread_id, "step": step, "run": run})]
@@ -226,6 +235,11 @@ def disown(transaction: Transaction, thread_id: str) -> list[Nudge]:
 
 
 # --- of the child's transactions ---
+
+
+def reclaim(transaction: Transaction, thread_id: str) -> None:
+    """Take back that the children of a thread are to be cancelled, as far as they have not been."""
+    transaction.run(_RECLAIM, {"thread_id": thread_id})
 
 
 def input_of(transaction: Transaction, run_id: str) -> bytes:

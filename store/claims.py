@@ -16,7 +16,7 @@ from keepstep.store import limits
 from keepstep.store.engine import Store, Transaction
 from keepstep.store.leases import PAUSE, Fence, Owner, give_back, is_carried, new_nonce
 from keepstep.store.routines import Routine
-from keepstep.store.schema import READY, WAITING, checkpoint, node_run, thread
+from keepstep.store.schema import READY, WAITING, checkpoint, node_run, thread, worker
 from keepstep.store.statements import Row, Statement, db_now, param
 
 _NONE: Mapping[str, int] = MappingProxyType({})
@@ -116,11 +116,14 @@ def _takes(table: Table) -> dict[str, Any]:
 
 
 def _is_free(table: Table) -> list[ColumnElement[bool]]:
+    # A deadline counts by the word of a worker that is seen to live: one that was cut off is given up by the sweep, and
+    # after the database's clock was set forward each worker first moves its leases along (`workers.renew`).
+    holder = exists().where(worker.c.id == table.c.lease_worker, worker.c.alive_until > db_now())
     return [
         table.c.status == READY,
         table.c.version == param("version"),
         table.c.due_at <= db_now(),
-        or_(table.c.lease_nonce.is_(None), table.c.lease_deadline <= db_now()),
+        or_(table.c.lease_nonce.is_(None), and_(table.c.lease_deadline <= db_now(), holder)),
     ]
 
 
@@ -263,14 +266,19 @@ def _owner_params(owner: Owner, nonce: str) -> dict[str, Any]:
 def _surely(store: Store, thread_id: str, claim: Callable[[str], Claim | None]) -> Claim | None:
     """Claim under a new nonce, and once more when the answer was lost with its connection.
 
-    Then the lease may have been acquired: it is given back first, since nobody else would know of it.
+    Then the lease may have been acquired: it is given back, since nobody else would know of it; the second as well.
     """
     nonce = new_nonce()
     try:
         return claim(nonce)
     except DatabaseUnavailable:
         give_back(store, thread_id, nonce)
-    return claim(new_nonce())
+    nonce = new_nonce()
+    try:
+        return claim(nonce)
+    except DatabaseUnavailable:
+        give_back(store, thread_id, nonce)
+        raise
 
 
 Claiming = Callable[[Store | Transaction, dict[str, Any], str], Claim | None]

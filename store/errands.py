@@ -177,7 +177,7 @@ def _cancel(store: Store, disowned: ChildState) -> list[Nudge]:
     with store.transaction() as transaction:
         thread = threads.by_id(transaction, disowned.child_id or "")
         found = children.locked(transaction, disowned.run_id)
-        if found is None or found.state != children.STARTED:
+        if found is None or found.state != children.STARTED or not found.cancel:
             return []
         if thread is None:
             children.forget(transaction, found.run_id)

@@ -4,6 +4,7 @@ A lease is a random nonce on the row plus the worker and pool child that hold it
 outcome, when the holder is found dead (`workers.release_child`, `sweep`), or when its deadline passes, which is the
 node's own timeout plus grace: a node that hangs is taken over although its worker lives. Elapsed time alone takes
 nothing from a worker that is alive and within its deadline, so a node of three hours needs no heartbeat of its own.
+A deadline is the database's time; when its clock is set, deadlines are set with it (`workers.renew`).
 
 The nonce is never a counter: after a failover to a replica that lost the last commits a counter repeats, and a stale
 owner's write would be let in.

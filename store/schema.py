@@ -116,7 +116,7 @@ thread = Table(
     _count("fanned"),  # node runs of the step that is under way
     _count("pending"),  # those of them that have not ended
     Column("run_id", Text),
-    _count("run_active"),  # 1 from the run's begin until it is done, cancelled or given up
+    _count("run_active"),  # 1 from the run's begin until it is done or given up for the next
     _count("run_steps"),  # super-steps of this run
     Column("step_limit", Integer),
     _count("runs"),  # runs ever given

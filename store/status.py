@@ -34,6 +34,7 @@ TRANSITIONS: Final[dict[str, dict[str, str]]] = {
         CANCELLED: "somebody cancelled it",
     },
     CANCELLED: {
-        READY: "a new run was started",
+        READY: "somebody said retry, or started a new run",
+        WAITING: "somebody said retry, and node runs of a fanned-out step go on",
     },
 }

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from typing import Any, NamedTuple
 
-from sqlalchemy import case, func, insert, or_, select, update
+from sqlalchemy import Integer, case, cast, func, insert, or_, select, update
 
 from keepstep.store import children
 from keepstep.store.engine import Transaction
@@ -27,7 +27,7 @@ from keepstep.store.schema import (
     worker,
 )
 from keepstep.store.statements import Statement, contains, db_now, one_of, param
-from keepstep.store.waits import withdraw
+from keepstep.store.waits import answer, ask_again, open_for_children, withdraw
 
 
 class ThreadState(NamedTuple):
@@ -285,7 +285,6 @@ _CANCEL = Statement(
             error=param("error"),
             version=thread.c.version + 1,
             queued=0,
-            run_active=0,
             updated_at=db_now(),
         )
     )
@@ -324,6 +323,7 @@ _RETRY = Statement(
         .where(thread.c.id == param("id"))
         .values(
             status=param("status"),
+            control=case((thread.c.control == "cancel", ""), else_=thread.c.control),
             error=None,
             failures=0,
             deaths=0,
@@ -346,7 +346,7 @@ _RETRY_NODE_RUNS = Statement(
             node_run.c.thread_id == param("id"),
             node_run.c.branch == param("branch"),
             node_run.c.seq == param("seq"),
-            one_of(node_run.c.status, (FAILED, BLOCKED)),
+            one_of(node_run.c.status, (FAILED, BLOCKED, CANCELLED)),
         )
         .values(
             status=READY,
@@ -361,6 +361,13 @@ _RETRY_NODE_RUNS = Statement(
             ended_at=None,
         )
         .returning(*nudge_columns(node_run))
+    )
+)
+_RETRY_BESIDE = Statement(
+    lambda _dialect: (
+        update(thread)
+        .where(thread.c.id == param("id"))
+        .values(pending=thread.c.pending + cast(param("pending"), Integer), updated_at=db_now())
     )
 )
 _RESUME_RUN = Statement(
@@ -420,17 +427,40 @@ def cancel(transaction: Transaction, found: ThreadState, error: str) -> list[Nud
     return nudges
 
 
+def _take_up_children(transaction: Transaction, found: ThreadState) -> None:
+    """Keep the children that were to be cancelled with a run and go on still; hear of those that have ended."""
+    children.reclaim(transaction, found.id)
+    for key, child_run in open_for_children(transaction, found.id):
+        status = children.take(transaction, child_run)
+        if status is not None:
+            answer(transaction, key, status.encode())
+
+
 def retry(transaction: Transaction, found: ThreadState, step_limit: int | None) -> list[Nudge]:
-    """Continue a failed or blocked run: only what failed runs again; return the nudges."""
+    """Continue a failed, blocked or cancelled run: only what has not ended well runs again; return the nudges.
+
+    What a cancelled run had asked is asked again, under the same ids.
+    """
     place = _place(found)
     again = transaction.rows(_RETRY_NODE_RUNS, place) if found.fanned else []
     status = WAITING if again else READY
     params = {"id": found.id, "status": status, "pending": len(again), "step_limit": step_limit}
     retried = transaction.rows(_RETRY, params)[0]
+    if found.status == CANCELLED:
+        ask_again(transaction, found.id, found.branch, found.seq + 1)
+        _take_up_children(transaction, found)
     for run_id, spawned in transaction.rows(_RESUME_RUN, place):
         if spawned:
             children.revive(transaction, run_id)
     return [Nudge("node", *row) for row in again] if again else [Nudge("step", *retried)]
+
+
+def retry_beside(transaction: Transaction, found: ThreadState) -> list[Nudge]:
+    """Run the node runs of a fan-out again that have failed, while others are under way; return the nudges."""
+    again = transaction.rows(_RETRY_NODE_RUNS, _place(found)) if found.fanned else []
+    if again:
+        transaction.run(_RETRY_BESIDE, {"id": found.id, "pending": len(again)})
+    return [Nudge("node", *row) for row in again]
 
 
 # --- audit ---

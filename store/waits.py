@@ -10,7 +10,7 @@ from __future__ import annotations
 from typing import NamedTuple
 
 from sqlalchemy import Text as TextType
-from sqlalchemy import and_, case, cast, func, insert, or_, select, update
+from sqlalchemy import and_, case, cast, exists, func, insert, or_, select, update
 from sqlalchemy.sql.base import Executable
 
 from keepstep.store.engine import Store, Transaction
@@ -272,6 +272,11 @@ def wait_for_signal(transaction: Transaction, thread_id: str, name: str, key: st
     return None if row is None else WaitKey(*row)
 
 
+_FOR_CHILDREN = Statement(
+    lambda _dialect: select(*_KEY_COLUMNS, wait.c.child_run).where(
+        wait.c.thread_id == param("thread_id"), wait.c.status == "open", wait.c.child_run.is_not(None)
+    )
+)
 _OF_CHILD = Statement(
     lambda _dialect: (
         select(*_KEY_COLUMNS)
@@ -285,6 +290,12 @@ _OF_CHILD = Statement(
         .with_for_update()
     )
 )
+
+
+def open_for_children(transaction: Transaction, thread_id: str) -> list[tuple[WaitKey, str]]:
+    """Return the open waits for the ends of children, each with the child's run id. The thread's lock is held."""
+    rows = transaction.rows(_FOR_CHILDREN, {"thread_id": thread_id})
+    return [(WaitKey(*row[:-1]), str(row[-1])) for row in rows]
 
 
 def of_child(transaction: Transaction, thread_id: str, run_id: str) -> list[WaitKey]:
@@ -356,3 +367,37 @@ def withdraw(transaction: Transaction, thread_id: str) -> None:
     """Close every open wait and approval of a thread that ends. The thread's lock is held."""
     transaction.run(_CLOSE_WAITS, {"thread_id": thread_id})
     transaction.run(_WITHDRAW, {"thread_id": thread_id})
+
+
+# Only what a cancel closed has no answer.
+_REOPEN_WAITS = Statement(
+    lambda _dialect: (
+        update(wait)
+        .where(
+            wait.c.thread_id == param("thread_id"),
+            wait.c.branch == param("branch"),
+            wait.c.seq == param("seq"),
+            wait.c.status == "closed",
+            wait.c.answered_at.is_(None),
+        )
+        .values(status="open")
+    )
+)
+_REOPEN_APPROVALS = Statement(
+    lambda _dialect: (
+        update(approval)
+        .where(
+            approval.c.thread_id == param("thread_id"),
+            approval.c.status == "withdrawn",
+            exists().where(wait.c.approval_id == approval.c.id, wait.c.status == "open"),
+        )
+        .values(status="open", closed_at=None)
+    )
+)
+
+
+def ask_again(transaction: Transaction, thread_id: str, branch: int, seq: int) -> None:
+    """Take `withdraw` back for the step under way, when its run is not cancelled any more. The thread is locked."""
+    params = {"thread_id": thread_id, "branch": branch, "seq": seq}
+    transaction.run(_REOPEN_WAITS, params)
+    transaction.run(_REOPEN_APPROVALS, params)

@@ -7,17 +7,18 @@ again under the id that its pool children know; that revives no lease, because a
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from typing import Any, NamedTuple
 
-from sqlalchemy import Table, and_, cast, delete, exists, func, insert, literal, or_, select, update
+from sqlalchemy import Float as FloatType
+from sqlalchemy import Table, and_, case, cast, delete, exists, func, insert, literal, or_, select, update
 from sqlalchemy import Text as TextType
 
 from keepstep.ids import new_id
 from keepstep.store.engine import Store, Transaction
-from keepstep.store.leases import Nudge, carried_key, nudge_columns, released
+from keepstep.store.leases import Nudge, carried_key, is_carried, nudge_columns, released
 from keepstep.store.outcomes import NUDGE_SECONDS
-from keepstep.store.schema import READY, node_run, thread, worker
+from keepstep.store.schema import READY, WAITING, node_run, thread, worker
 from keepstep.store.statements import Row, Statement, db_now, param
 
 _LEAVE_PATIENCE_SECONDS = 5.0
@@ -61,6 +62,52 @@ _RENEW = Statement(
         .where(worker.c.id == param("id"))
         .values(alive_until=db_now() + param("window"), clock_skew=param("clock_skew"))
         .returning(db_now())
+    )
+)
+
+
+def _move_deadlines(table: Table) -> Statement:
+    moved, longest = table.c.lease_deadline + cast(param("seconds"), FloatType), db_now() + table.c.lease_seconds
+    return Statement(
+        lambda _dialect: (
+            update(table)
+            .where(table.c.status == READY, table.c.lease_worker == param("worker"))
+            # One that was taken since the clock was set has the new time already. The sweep may have put the row off
+            # until the old deadline: it must look again.
+            .values(lease_deadline=case((moved < longest, moved), else_=longest), next_nudge_at=db_now())
+        )
+    )
+
+
+def _were_due(table: Table) -> Statement:
+    return Statement(
+        lambda _dialect: (
+            update(table)
+            .where(
+                table.c.status == READY,
+                table.c.due_at > db_now(),
+                # Taken, or nudged, or to be nudged later than it is due: what is put off is nudged when it is due.
+                or_(table.c.lease_nonce.is_not(None), table.c.next_nudge_at > table.c.due_at),
+            )
+            .values(due_at=db_now(), next_nudge_at=db_now(), nudges=0)
+            .returning(table.c.version)
+        )
+    )
+
+
+_MOVE_DEADLINES = [_move_deadlines(thread), _move_deadlines(node_run)]
+_WERE_DUE = [_were_due(thread), _were_due(node_run)]
+_LAPSE = Statement(
+    lambda _dialect: (
+        update(worker)
+        .where(worker.c.alive_until > db_now() + 2 * cast(param("window"), FloatType))
+        .values(alive_until=db_now() + param("window"))
+        .returning(worker.c.id)
+    )
+)
+_FOREIGN = Statement(
+    lambda _dialect: select(thread.c.agent, thread.c.graph_version).where(
+        thread.c.id == param("thread_id"), or_(thread.c.status == READY, thread.c.status == WAITING), ~is_carried()
     )
 )
 _LIVE = Statement(
@@ -130,13 +177,49 @@ def register(
     return worker_id
 
 
-def renew(store: Store, worker_id: str, *, window_seconds: float, clock_skew: float | None = None) -> float | None:
+def renew(
+    store: Store,
+    worker_id: str,
+    *,
+    window_seconds: float,
+    clock_skew: float | None = None,
+    clock_was_set: Callable[[float], float] | None = None,
+) -> float | None:
     """Say that a worker is alive; return the database's time, or None when it was given up meanwhile.
 
     `clock_skew` is what it measured from the time that its last renewal returned.
+
+    `clock_was_set` says from the database's time by how many seconds that was set since the last renewal, 0 if it was
+    not. The deadlines of the worker's leases are then set by as much, in the same transaction: nobody finds this worker
+    alive and its leases run out.
     """
-    rows = store.rows(_RENEW, {"id": worker_id, "window": window_seconds, "clock_skew": clock_skew})
-    return float(rows[0][0]) if rows else None
+    with store.transaction() as transaction:
+        row = transaction.row(_RENEW, {"id": worker_id, "window": window_seconds, "clock_skew": clock_skew})
+        if row is None:
+            return None
+        database_time = float(row[0])
+        seconds = 0.0 if clock_was_set is None else clock_was_set(database_time)
+        if seconds:
+            for statement in _MOVE_DEADLINES:
+                transaction.run(statement, {"worker": worker_id, "seconds": seconds})
+    return database_time
+
+
+def catch_up(store: Store, *, window_seconds: float) -> None:
+    """Repair what a database clock that was set back has left in the future; safe to do any number of times.
+
+    What was due is due at once, and not when the clock is there again. A worker that died is missed after a window.
+    Times that somebody chose (timers, time-outs, retry delays) are the database's, and come when its clock says so.
+    """
+    for statement in _WERE_DUE:
+        store.rows(statement, {})
+    store.rows(_LAPSE, {"window": window_seconds})
+
+
+def foreign(store: Store, thread_id: str, *, carried: str) -> tuple[str, str] | None:
+    """Return graph and version of a thread that goes on and is of none of those carried, None for any other thread."""
+    rows = store.rows(_FOREIGN, {"thread_id": thread_id, "carried": carried})
+    return (str(rows[0][0]), str(rows[0][1])) if rows else None
 
 
 def live(store: Store) -> list[WorkerState]:
@@ -152,6 +235,16 @@ def release_child(store: Store, worker_id: str, child: int, *, reason: str) -> l
             return _released(transaction, _RELEASE_CHILD, worker_id, deaths=1, reason=reason, child=child)
 
     return store.patiently(release)
+
+
+def hand_over(store: Store, worker_id: str, child: int) -> list[Nudge]:
+    """Release what a process holds that is about to be ended for another's fault; it counts as no death."""
+
+    def release() -> list[Nudge]:
+        with store.transaction() as transaction:
+            return _released(transaction, _RELEASE_CHILD, worker_id, deaths=0, reason=None, child=child)
+
+    return store.patiently(release, seconds=_LEAVE_PATIENCE_SECONDS)
 
 
 def leave(store: Store, worker_id: str) -> list[Nudge]:

@@ -11,8 +11,16 @@ from keepstep import settings
 from keepstep.tasks import config, logs
 
 
-def _defaults() -> dict[str, Any]:
-    return config.celery_defaults(settings.load())
+class _App(Celery):
+    """Celery with Keepstep's defaults under the deployment's file: `add_defaults` would put them over it."""
+
+    def prepare_config(self, c: Any) -> dict[str, Any]:
+        """Return the deployment's configuration with what it does not say itself."""
+        given = {name: c[name] for name in c or () if not name.startswith("_")}
+        defaults = config.celery_defaults(settings.load())
+        # One by one: what is not said here names the keys under which nudges are published.
+        options = {**defaults["broker_transport_options"], **given.get("broker_transport_options", {})}
+        return {**defaults, **given, "broker_transport_options": options}
 
 
 @signals.setup_logging.connect
@@ -22,9 +30,8 @@ def _set_up_logging(loglevel: int, **_: object) -> None:
 
 
 def _make_app() -> Celery:
-    made = Celery("keepstep", include=["keepstep.tasks.nudges"])
-    made.add_defaults(_defaults)
-    # The deployment's file stands over the defaults. It is looked for by name, so that an error inside it is an error.
+    made = _App("keepstep", include=["keepstep.tasks.nudges"])
+    # Looked for by name, so that an error inside it is an error.
     if importlib.util.find_spec("celeryconfig") is not None:
         made.config_from_object("celeryconfig")
     # By name: other commands of Celery's need neither the store nor the runtime.

@@ -14,9 +14,10 @@ import time
 from typing import Any, NamedTuple
 
 import structlog
-from kombu import Connection, Consumer, Producer
+from kombu import Connection, Consumer
 
 from keepstep import broker
+from keepstep.blockage import Blocked
 from keepstep.crashpoints import reach
 from keepstep.errors import InvalidInput, KeepstepError, NotCarried, Unavailable
 from keepstep.runtime import commands
@@ -24,6 +25,7 @@ from keepstep.runtime.environment import Runtime
 from keepstep.settings import Settings
 from keepstep.tasks import messages
 from keepstep.tasks.logs import told
+from keepstep.tasks.replies import Replies
 from keepstep.tasks.service import Service
 
 log = structlog.get_logger("keepstep.worker")
@@ -57,7 +59,7 @@ class Commands(Service):
         super().__init__()
         self._settings = settings
         self._runtime = runtime
-        self._producer: Producer | None = None
+        self._replies = Replies(settings)
         self._backoff_seconds = 0.0
         self._held: list[_Held] = []
 
@@ -69,17 +71,16 @@ class Commands(Service):
                 channel = connection.channel()
                 # Where RabbitMQ puts what was delivered too often: it must be there before that happens.
                 broker.rejected_queue(prefix)(channel).declare()
-                self._producer = Producer(connection.channel(), auto_declare=False)
                 queues = [broker.commands_queue(url, prefix)]
                 with Consumer(channel, queues, on_message=self._received, prefetch_count=_PREFETCH):
                     self._drain(connection)
         finally:
-            self._producer = None
             self._held.clear()  # not acknowledged: the broker delivers them again
         return 0.0
 
     def finish(self) -> None:
-        """Close the database's connections."""
+        """Close the connections."""
+        self._replies.close()
         self._runtime.store.dispose()
 
     def _drain(self, connection: Connection) -> None:
@@ -130,7 +131,8 @@ class Commands(Service):
             reply = messages.reply(
                 command.id, thread_id=accepted.thread_id, run_id=accepted.run_id, duplicate=accepted.duplicate
             )
-            self._reply(message, command.id, reply)
+            self._replies.send(message, command.id, reply)
+            reach("before_ack", command.verb)
             message.ack()
 
     def _hold(self, message: Any, body: bytes, error: NotCarried) -> None:
@@ -147,40 +149,30 @@ class Commands(Service):
         """Publish what was kept long enough again, with its count, behind what waits; then acknowledge it."""
         now = time.monotonic()
         for held in [held for held in self._held if held.due_at <= now]:
-            self._held.remove(held)
-            if self._producer is None:
-                return
             properties = held.message.properties
-            self._producer.publish(
-                held.message.body,
-                exchange="",
-                routing_key=broker.commands_name(self._settings.queue),
-                content_type=held.message.content_type or "application/json",
-                content_encoding=held.message.content_encoding or "utf-8",
-                correlation_id=properties.get("correlation_id"),
-                reply_to=properties.get("reply_to"),
-                headers={**_sent_at(held.message), _PUT_BACK: held.times},
-                delivery_mode="persistent",
-            )
+            try:
+                self._replies.publish(
+                    held.message.body,
+                    exchange="",
+                    routing_key=broker.commands_name(self._settings.queue),
+                    content_type=held.message.content_type or "application/json",
+                    content_encoding=held.message.content_encoding or "utf-8",
+                    correlation_id=properties.get("correlation_id"),
+                    reply_to=properties.get("reply_to"),
+                    headers={**_sent_at(held.message), _PUT_BACK: held.times},
+                    delivery_mode="persistent",
+                )
+            except Blocked:
+                return  # kept until RabbitMQ takes messages again
+            self._held.remove(held)
             held.message.ack()
 
     def _refuse(self, message: Any, body: bytes, error: KeepstepError) -> None:
         self._backoff_seconds = 0.0
         command_id = _id_of(message, body)
         log.warning("command_refused", command_id=command_id, code=error.code, reason=error.message[:1000])
-        self._reply(message, command_id, messages.reply(command_id, error=error))
+        self._replies.send(message, command_id, messages.reply(command_id, error=error))
         message.reject()
-
-    def _reply(self, message: Any, command_id: str, reply: bytes) -> None:
-        reply_to = message.properties.get("reply_to")
-        if not isinstance(reply_to, str) or not reply_to or self._producer is None:
-            return
-        try:
-            broker.publish_reply(
-                self._producer, reply, reply_to=reply_to, correlation_id=command_id, queue=self._settings.queue
-            )
-        except Exception as error:  # noqa: BLE001  what was accepted stays so; a sender without a reply asks again
-            log.warning("reply_failed", command_id=command_id, **told(error))
 
 
 def _sent_at(message: Any) -> dict[str, float]:

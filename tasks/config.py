@@ -68,8 +68,7 @@ def _not_behind_a_long_node(settings: Settings) -> dict[str, Any]:
     """Return what keeps a worker from fetching a nudge that it has no free child for.
 
     Such a nudge would lie in the worker, behind a node of hours, while others are idle; the sweep would find its row,
-    but later. On RabbitMQ it does lie there: acknowledging late would keep it away, and end the channel of every node
-    that is longer than the broker's `consumer_timeout`.
+    but later. On RabbitMQ `handouts` puts it back.
     """
     kind = broker.kind_of(settings.broker)
     if kind == "redis":
@@ -77,4 +76,7 @@ def _not_behind_a_long_node(settings: Settings) -> dict[str, Any]:
     if kind == "file":
         # A claimed message is a file, and goes back to the queue when the worker that holds it dies.
         return {"broker_transport": "keepstep.tasks.fileloop:Transport", "task_acks_late": True}
+    if kind == "amqp":
+        # RabbitMQ closes a channel for many reasons; unless told so, a worker dies of it with all that it runs.
+        return {"broker_channel_error_retry": True}
     return {}

@@ -8,6 +8,8 @@ from typing import Any
 from celery.worker.consumer import Consumer
 from kombu import Connection
 
+from keepstep.tasks.handouts import Handouts
+
 _QUIET = {"without_gossip": True, "without_mingle": True, "without_heartbeat": True}
 
 
@@ -23,3 +25,9 @@ class NudgeConsumer(Consumer):
             conn.ensure_connection, interval_start=0.2, interval_step=0.4, interval_max=3
         )
         return super().ensure_connected(conn)
+
+    def register_with_event_loop(self, hub: Any) -> None:
+        """Begin with a connection that was made."""
+        super().register_with_event_loop(hub)
+        if self.connection.transport.driver_type == "amqp":
+            Handouts(self, hub)

@@ -48,40 +48,53 @@ class Liveness(Service):
         """Renew once."""
         try:
             with self.gate.hold():
-                asked, asked_at = time.monotonic(), time.time()
-                database_time = workers.renew(
-                    self._store,
-                    self._registration.worker_id,
-                    window_seconds=self._window,
-                    clock_skew=self._clock_skew,
-                )
-                now, told_at = time.monotonic(), time.time()
-                if database_time is None:
-                    self._registration.register(self._store)
+                self._renew()
         except Exception:
             self._steady_since = time.monotonic()
             raise
-        self._judge(asked, now, database_time)
-        self._clock_skew = None if database_time is None else _skew(database_time, asked_at, told_at)
-        self._renewed_at = now
         return self._settings.renew_seconds
 
     def finish(self) -> None:
         """Close the connection."""
         self._store.dispose()
 
-    def _judge(self, asked: float, now: float, database_time: float | None) -> None:
-        """Begin the window again when there was a gap."""
-        # How far the database's clock is ahead of ours lies between these two: it was read in between.
-        ahead = None if database_time is None else (database_time - now, database_time - asked)
-        was_set = ahead is not None and self._database_ahead is not None and _apart(ahead, self._database_ahead)
-        self._database_ahead = ahead
+    def _renew(self) -> None:
+        asked, asked_at = time.monotonic(), time.time()
+        ahead: tuple[float, float] | None = None
+        set_by = 0.0
+
+        def clock_was_set(database_time: float) -> float:
+            nonlocal ahead, set_by
+            # How far the database's clock is ahead of ours lies between these two: it was read in between.
+            ahead = (database_time - time.monotonic(), database_time - asked)
+            set_by = _moved(self._database_ahead, ahead)
+            if set_by:
+                # Before this renewal can be seen: from then on our own sweep believes our word on the others.
+                self._steady_since = time.monotonic()
+            return set_by
+
+        worker_id = self._registration.worker_id
+        database_time = workers.renew(
+            self._store,
+            worker_id,
+            window_seconds=self._window,
+            clock_skew=self._clock_skew,
+            clock_was_set=clock_was_set,
+        )
+        now, told_at = time.monotonic(), time.time()
+        self._clock_skew = None if database_time is None else _skew(database_time, asked_at, told_at)
         if database_time is None:
-            log.warning("worker_was_given_up", worker_id=self._registration.worker_id)
-        elif was_set:
-            log.warning("database_clock_was_set", worker_id=self._registration.worker_id)
-        if database_time is None or was_set or now - self._renewed_at > self._window:
             self._steady_since = now
+            self._registration.register(self._store)
+            log.warning("worker_was_given_up", worker_id=worker_id)
+        elif set_by:
+            log.warning("database_clock_was_set", worker_id=worker_id, seconds=round(set_by, 1))
+        if set_by < 0:
+            workers.catch_up(self._store, window_seconds=self._window)
+        if now - self._renewed_at > self._window:
+            self._steady_since = now
+        self._database_ahead = ahead
+        self._renewed_at = now
 
 
 def _skew(database_time: float, before: float, after: float) -> float:
@@ -89,5 +102,8 @@ def _skew(database_time: float, before: float, after: float) -> float:
     return before - database_time if before > database_time else min(after - database_time, 0.0)
 
 
-def _apart(one: tuple[float, float], other: tuple[float, float]) -> bool:
-    return max(one[0], other[0]) - min(one[1], other[1]) > _CLOCK_SLACK_SECONDS
+def _moved(before: tuple[float, float] | None, now: tuple[float, float]) -> float:
+    """Return by how many seconds the database's clock was set between two looks at how far it is ahead of ours."""
+    if before is None or max(before[0], now[0]) - min(before[1], now[1]) <= _CLOCK_SLACK_SECONDS:
+        return 0.0
+    return now[1] - before[0] if now[0] > before[1] else now[0] - before[1]

@@ -9,6 +9,8 @@ from celery import signals
 
 from keepstep.errors import StaleLease
 from keepstep.runtime import superstep
+from keepstep.runtime.environment import Runtime
+from keepstep.store import workers
 from keepstep.tasks import process, tracer
 from keepstep.tasks.app import app
 from keepstep.tasks.config import NODE_TASK, STEP_TASK
@@ -18,6 +20,8 @@ from keepstep.tasks.publish import Hint
 log = structlog.get_logger("keepstep.worker")
 
 _GO_ON_SECONDS = 0.05
+_TELL_AGAIN_SECONDS = 60.0
+_told_of: dict[tuple[str, str], float] = {}
 
 signals.worker_process_init.connect(tracer.lighten)
 
@@ -27,6 +31,20 @@ def _dropped(error: Exception, **ids: object) -> None:
         log.info("lease_lost", **ids)
         return
     log.error("nudge_dropped", **told(error), **ids)
+
+
+def _tell_of_foreign(runtime: Runtime, thread_id: str) -> None:
+    """Say, once a minute, when a nudge was for a graph or version that this release does not carry.
+
+    It is not handed on from here, where it would come back: workers that carry the graph sweep for its threads, and
+    their nudges come less and less often.
+    """
+    found = workers.foreign(runtime.store, thread_id, carried=runtime.carried)
+    now = time.monotonic()
+    if found is not None and now >= _told_of.get(found, 0.0):
+        _told_of[found] = now + _TELL_AGAIN_SECONDS
+        graph, version = found
+        log.warning("graph_not_carried", graph=graph, version=version, thread_id=thread_id)
 
 
 @app.task(name=STEP_TASK)
@@ -59,9 +77,12 @@ def _work(hint: Hint) -> None:
 
 def _run(hint: Hint) -> None:
     try:
+        runtime = process.runtime()
         if hint.kind == "node":
-            superstep.run_node(process.runtime(), hint.thread_id, hint.seq, hint.run, hint.version)
+            ran = superstep.run_node(runtime, hint.thread_id, hint.seq, hint.run, hint.version)
         else:
-            superstep.run_step(process.runtime(), hint.thread_id, hint.version)
+            ran = superstep.run_step(runtime, hint.thread_id, hint.version)
+        if not ran:
+            _tell_of_foreign(runtime, hint.thread_id)
     except Exception as error:  # noqa: BLE001  a task that raised would only be logged at length
         _dropped(error, **hint._asdict())

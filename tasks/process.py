@@ -6,6 +6,7 @@ gives one the other's answers. All of them act under the main process's worker i
 
 from __future__ import annotations
 
+import contextlib
 import os
 import signal
 from collections import deque
@@ -20,6 +21,7 @@ from keepstep.errors import KeepstepError
 from keepstep.runtime.compiled import CompiledGraph
 from keepstep.runtime.environment import Runtime
 from keepstep.settings import Settings
+from keepstep.store import workers
 from keepstep.store.engine import Store
 from keepstep.store.leases import Owner, queue_of
 from keepstep.tasks import carried
@@ -63,9 +65,15 @@ def begin(settings: Settings, graphs: Mapping[carried.Key, CompiledGraph], worke
 def _end_process() -> None:
     """End this process, whatever it is doing: nothing less ends a node that hangs in C code.
 
-    In a pool of threads, which has one process, that takes its other nodes along: they run again, which they are made
-    for, while two attempts of one node acting at once is what nothing is made for.
+    In a pool of threads, which has one process, that takes its other nodes along, and in any pool those of one fan-out
+    that run beside it: they run again, which they are made for, while two attempts of one node acting at once is what
+    nothing is made for. They are handed over first, so that it counts as nobody's death.
     """
+    found = _current
+    if found is not None and found.pid == os.getpid():
+        with contextlib.suppress(Exception):  # they are found by who misses this process
+            owner = found.runtime.owner
+            found.publisher(workers.hand_over(found.runtime.store, owner.worker, owner.child))
     os.kill(os.getpid(), signal.SIGKILL)
 
 

@@ -14,7 +14,8 @@ import msgspec
 import structlog
 from kombu import Connection, Producer
 
-from keepstep import broker
+from keepstep import blockage, broker
+from keepstep.blockage import Blocked
 from keepstep.ids import new_id
 from keepstep.redisbroker import Channel as RedisChannel
 from keepstep.settings import Settings
@@ -84,12 +85,19 @@ class Publisher:
                     while sent < len(nudges):
                         self._send(producer, nudges[sent])
                         sent += 1
+                except Blocked as error:
+                    self._leave(len(nudges) - sent, error)
+                    return
                 except Exception as error:  # noqa: BLE001  drivers raise what they like; the sweep is the answer to all
                     self._drop()
                     if last:
-                        log.warning("nudges_left_to_sweep", count=len(nudges) - sent, **told(error))
+                        self._leave(len(nudges) - sent, error)
                 else:
                     return
+
+    @staticmethod
+    def _leave(count: int, error: Exception) -> None:
+        log.warning("nudges_left_to_sweep", count=count, **told(error))
 
     def _fitting(self, nudges: Sequence[Nudge]) -> Sequence[Nudge]:
         """Return as many nudges of a large fan-out as there is room for: a queue is not the place for a backlog."""
@@ -135,6 +143,7 @@ class Publisher:
         with self._lock:
             try:
                 channel = self._connected().channel
+                blockage.check(channel)
                 return {
                     graph: broker.nudges_queue(self._settings.broker, self._settings.queue, graph)(channel)
                     .queue_declare()
@@ -143,7 +152,8 @@ class Publisher:
                 }
             except Exception as error:  # noqa: BLE001  as above
                 log.debug("queues_not_measured", **told(error))
-                self._drop()
+                if not isinstance(error, Blocked):
+                    self._drop()
                 return None
 
     def close(self) -> None:
@@ -168,6 +178,7 @@ class Publisher:
         if isinstance(producer.channel, RedisChannel):
             producer.channel.push(queue, nudge.priority, _redis_message(nudge, queue))
             return
+        blockage.check(producer.channel)
         producer.publish(
             _body(nudge),
             routing_key=queue,

@@ -44,6 +44,13 @@ log = structlog.get_logger("keepstep.worker")
 
 _CONNECT_AGAIN_SECONDS_MAX = 5.0
 _COLLECT_SECONDS = 0.2
+_LIMITS = {
+    "threads": "a pool of threads can interrupt no node: one that overstays its timeout is ended with its worker, "
+    "so something must start it again (keepstep worker does); prefork ends one child",
+    "solo": "a node that overstays its timeout in code that hears nothing is ended with the whole worker, so something "
+    "must start that again (keepstep worker does); prefork ends one child",
+}
+"""What a pool cannot do for a node's timeout."""
 
 
 class KeepstepStep(bootsteps.StartStopStep):
@@ -89,6 +96,9 @@ class KeepstepStep(bootsteps.StartStopStep):
         self._living: list[Service] = [liveness]
         if issubclass(parent.pool_cls, PreforkPool):
             self._living.append(Children(settings, worker_id, _processes_of(parent), room.publish))
+        else:
+            kind = "threads" if issubclass(parent.pool_cls, ThreadPool) else "solo"
+            log.warning("node_timeouts_end_the_worker", pool=kind, reason=_LIMITS[kind])
         log.info(
             "worker_registered",
             worker_id=worker_id,

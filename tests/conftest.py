@@ -13,10 +13,12 @@ from urllib.parse import urlsplit
 
 import pytest
 
+from tests.rabbitmq import NO_RABBITMQ, NoRabbitMQ, RabbitMQServer
 from tests.servers import PostgreSQLServer, Proxy, RedisServer, running
 
 if TYPE_CHECKING:
     from keepstep.store.engine import Store
+    from tests.tls import Certificates
 
 pytest_plugins = ["pytester", "tests.skips"]
 
@@ -40,6 +42,20 @@ def postgresql_server() -> Iterator[PostgreSQLServer]:
 def redis_server() -> Iterator[RedisServer]:
     """The Redis server of this run: a test that stops or freezes one uses `spare_redis`."""
     server = RedisServer()
+    with running(server):
+        yield server
+
+
+@pytest.fixture(scope="session")
+def rabbitmq_server() -> Iterator[RabbitMQServer]:
+    """The RabbitMQ server of this run, which takes seconds to start: `rabbitmq_url` is a test's own part of it.
+
+    Where there is none and none can be installed, the tests that need one are skipped, each by its name.
+    """
+    try:
+        server = RabbitMQServer()
+    except NoRabbitMQ as error:
+        pytest.skip(f"{NO_RABBITMQ}: {error}")
     with running(server):
         yield server
 
@@ -127,6 +143,35 @@ def redis_url(redis_server: RedisServer) -> str:
 
 
 @pytest.fixture
+def rabbitmq_vhost(rabbitmq_server: RabbitMQServer) -> Iterator[str]:
+    """A virtual host of this test's own in the shared RabbitMQ server."""
+    name = rabbitmq_server.create_vhost()
+    yield name
+    rabbitmq_server.mend()
+    rabbitmq_server.drop_vhost(name)
+
+
+@pytest.fixture
+def rabbitmq_url(rabbitmq_server: RabbitMQServer, rabbitmq_vhost: str) -> str:
+    """A virtual host of this test's own in the shared RabbitMQ server, which may be killed: it is started again."""
+    return rabbitmq_server.url_of(rabbitmq_vhost)
+
+
+@pytest.fixture
+def rabbitmq_proxy(rabbitmq_server: RabbitMQServer) -> Iterator[Proxy]:
+    """A proxy before the shared RabbitMQ server; `proxied_rabbitmq_url` is this test's virtual host through it."""
+    proxy = Proxy(rabbitmq_server.port)
+    with running(proxy):
+        yield proxy
+
+
+@pytest.fixture
+def proxied_rabbitmq_url(rabbitmq_server: RabbitMQServer, rabbitmq_vhost: str, rabbitmq_proxy: Proxy) -> str:
+    """The virtual host of `rabbitmq_url`, reached through `rabbitmq_proxy`."""
+    return rabbitmq_server.url_of(rabbitmq_vhost, rabbitmq_proxy.port)
+
+
+@pytest.fixture
 def spare_redis() -> Iterator[RedisServer]:
     """A Redis server of this test's own, to kill, freeze and start again."""
     server = RedisServer()
@@ -164,6 +209,41 @@ def proxied_url(postgresql_url: str, postgresql_proxy: Proxy) -> str:
     """The database of `postgresql_url`, reached through `postgresql_proxy`."""
     database = urlsplit(postgresql_url).path.removeprefix("/")
     return f"postgresql+psycopg2://postgres@127.0.0.1:{postgresql_proxy.port}/{database}?sslmode=disable"
+
+
+@pytest.fixture(scope="session")
+def certificates(tmp_path_factory: pytest.TempPathFactory) -> Certificates:
+    """The certificates of this run's TLS servers."""
+    from tests.tls import Certificates
+
+    return Certificates(tmp_path_factory.mktemp("certificates"))
+
+
+@pytest.fixture
+def secured_postgresql_url(
+    postgresql_url: str, postgresql_server: PostgreSQLServer, certificates: Certificates
+) -> Iterator[str]:
+    """The database of `postgresql_url`, reached by TLS alone; clients check who they talk to."""
+    from tests.tls import TlsFront
+
+    front = TlsFront(postgresql_server.socket_path, certificates, postgresql=True)
+    database = urlsplit(postgresql_url).path.removeprefix("/")
+    with running(front):
+        yield (
+            f"postgresql+psycopg2://postgres@localhost:{front.port}/{database}"
+            f"?sslmode=verify-full&sslrootcert={certificates.authority}"
+        )
+
+
+@pytest.fixture
+def secured_redis_url(redis_url: str, redis_server: RedisServer, certificates: Certificates) -> Iterator[str]:
+    """The shared Redis server, emptied for this test, reached by TLS."""
+    from tests.tls import TlsFront
+
+    assert redis_url
+    front = TlsFront(redis_server.port, certificates)
+    with running(front):
+        yield f"rediss://localhost:{front.port}/0?ssl_ca_certs={certificates.authority}"
 
 
 @pytest.fixture(autouse=True)

@@ -1,7 +1,7 @@
 """Real servers for tests: PostgreSQL and Redis on this machine, and a proxy that breaks connections on purpose.
 
-Each class starts its server in a temporary folder and stops it; none needs root, a package manager or a fixed port. A
-server that cannot be had is an error that says what to install, never a skip.
+RabbitMQ stands in `tests/rabbitmq.py`. Each class starts its server in a temporary folder and stops it; none needs
+root, a package manager or a fixed port. A server that cannot be had is an error that says what to install, not a skip.
 """
 
 from __future__ import annotations
@@ -20,6 +20,7 @@ import time
 import warnings
 from collections.abc import Iterator
 from pathlib import Path
+from typing import Protocol
 
 import psycopg2
 import redis
@@ -372,8 +373,15 @@ class Proxy:
         self.refuse()
 
 
+class Stoppable(Protocol):
+    """A server, or a proxy."""
+
+    def stop(self) -> None:
+        """End it."""
+
+
 @contextlib.contextmanager
-def running(server: PostgreSQLServer | RedisServer | Proxy) -> Iterator[None]:
+def running(server: Stoppable) -> Iterator[None]:
     """Stop `server` at the end of the block."""
     try:
         yield

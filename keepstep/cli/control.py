@@ -103,7 +103,7 @@ def resume(
 def cancel(
     session: Session, *, thread: ThreadName, graph: GraphName = None, reason: Reason = None, by: By = None
 ) -> None:
-    """End a thread's run, those queued behind it, and its children. What was done stays done."""
+    """End a thread's run, those queued behind it, and its children. What was done stays; retry takes it up again."""
     _control(session, lambda client: client.cancel, thread, "cancelled", graph=graph, reason=reason, by=by)
 
 
@@ -120,7 +120,7 @@ def retry(
     reason: Reason = None,
     by: By = None,
 ) -> None:
-    """Let a failed or blocked thread go on where it stopped. Steps that are committed do not run again."""
+    """Let a failed, blocked or cancelled thread go on where it stopped. What is committed does not run again."""
     if step_limit is None and session.glance(lambda reader: _at_its_limit(reader.get(thread, graph=graph))):
         message = (
             f"{thread} stopped at its step limit and would again: {session.hint(f'retry {thread} --step-limit N')} "

@@ -15,7 +15,7 @@ if TYPE_CHECKING:
     from rich.text import Text
 
     from keepstep.runtime.reader import Reader, Thread
-    from keepstep.store.views import AuditView
+    from keepstep.store.views import AuditView, NodeRunView
 
 _RECENT = 10
 _EVENTS_MAX = 10_000
@@ -123,8 +123,9 @@ def _print_node_runs(session: Session, reader: Reader, found: Thread) -> None:
         return
     now = [each for each in reader.node_runs(found.id) if each.seq == found.seq + 1 and each.branch == found.row.branch]
     ended = found.row.fanned - found.row.pending
-    session.output.heading(f"Node runs under way ({ended} of {found.row.fanned} ended)")
-    counts = Counter((each.node, each.status) for each in now)
+    what = "Node runs of the step that was cancelled" if found.status == "cancelled" else "Node runs under way"
+    session.output.heading(f"{what} ({ended} of {found.row.fanned} ended)")
+    counts = Counter((each.node, _status(each)) for each in now)
     session.output.table(
         ("NODE", "STATUS", "NODE RUNS"),
         [(node, status_text(status), str(count)) for (node, status), count in sorted(counts.items())],
@@ -143,6 +144,14 @@ def _print_node_runs(session: Session, reader: Reader, found: Thread) -> None:
                 for each in troubled[:_RECENT]
             ],
         )
+        # The thread itself tells of them when its last node run has ended.
+        if found.status == "waiting" and any(each.status in {"failed", "blocked"} for each in troubled):
+            session.output.line(f"beside those under way: {session.hint(f'retry {found.name}')}")
+
+
+def _status(each: NodeRunView) -> str:
+    """Return a node run's status; of those that were cancelled, which had begun."""
+    return "never started" if each.status == "cancelled" and not each.starts else each.status
 
 
 def _short_error(text: str | None) -> str:

@@ -18,9 +18,30 @@ from keepstep.settings import load
 from keepstep.tasks import messages
 
 
-@pytest.fixture(params=["file", "redis"])
+@pytest.fixture(params=["file", "redis", "rabbitmq"])
 def url(request, tmp_path):
-    return f"file://{tmp_path / 'broker'}" if request.param == "file" else request.getfixturevalue("redis_url")
+    if request.param == "file":
+        return f"file://{tmp_path / 'broker'}"
+    return request.getfixturevalue(f"{request.param}_url")
+
+
+@pytest.fixture(params=["redis", "rabbitmq"])
+def server(request):
+    """A server to freeze, kill and start again, and its URL."""
+    if request.param == "redis":
+        redis = request.getfixturevalue("spare_redis")
+        return redis, redis.url
+    return request.getfixturevalue("rabbitmq_server"), request.getfixturevalue("rabbitmq_url")
+
+
+@pytest.fixture(params=["redis", "rabbitmq"])
+def proxied(request):
+    """A proxy, the broker's URL through it, the one past it, and a part of every message that is sent to it."""
+    proxy = request.getfixturevalue(f"{request.param}_proxy")
+    past = request.getfixturevalue(f"{request.param}_url")
+    if request.param == "redis":
+        return proxy, f"redis://127.0.0.1:{proxy.port}/0", past, b"LPUSH"
+    return proxy, request.getfixturevalue("proxied_rabbitmq_url"), past, b'"verb":'
 
 
 class Worker:
@@ -44,8 +65,9 @@ class Worker:
                         connection.drain_events(timeout=0.1)
 
     def _take(self, message) -> None:
-        command = messages.parse(message.body, size_max=10**6)
-        self.taken.append(json.loads(message.body))
+        raw = message.body
+        command = messages.parse(raw.encode() if isinstance(raw, str) else raw, size_max=10**6)
+        self.taken.append(json.loads(raw))
         answer = self._answers[0] if len(self._answers) == 1 else self._answers.pop(0)
         if answer is not None:
             broker.publish_reply(
@@ -111,7 +133,14 @@ def test_a_confirming_client_sends_the_same_command_until_it_is_accepted(url):
     assert worker.taken[0] == worker.taken[1] == worker.taken[2]
 
 
+def make_queue(url):
+    """Make the queue of commands, which takes RabbitMQ longer than those who follow should have to wait."""
+    with broker.connection(url, commands=True, timeout_seconds=20) as connection:
+        broker.commands_queue(url, "keepstep")(connection.channel()).declare()
+
+
 def test_a_confirming_client_gives_up_in_time(url):
+    make_queue(url)
     with Client(url, confirm=True, timeout=1) as client:
         start = time.monotonic()
         with pytest.raises(errors.NotConfirmed, match="within 1 s"):
@@ -140,13 +169,13 @@ def test_replies_that_nobody_asks_for_do_not_pile_up(url):
         receipts = [client.signal("t", "s", number) for number in range(250)]
         receipts[-1].accepted(timeout=20)
         with broker.connection(url, commands=False) as connection:
-            size = connection.channel().queue_declare(client._replies.name, passive=False).message_count
+            size = broker.replies_queue(client._replies.name)(connection.channel()).queue_declare().message_count
         assert size == 0
         assert receipts[0].accepted(timeout=0).thread_id == "T"
     assert [command["payload"] for command in worker.taken] == list(range(250))
 
 
-def test_a_closed_client_leaves_nothing_behind(url, redis_url, tmp_path):
+def test_a_closed_client_leaves_nothing_behind(url, request, tmp_path):
     with Worker(url, {"thread_id": "T"}):
         with Client(url) as client:
             client.pause("t").accepted(timeout=10)
@@ -155,8 +184,11 @@ def test_a_closed_client_leaves_nothing_behind(url, redis_url, tmp_path):
     with broker.connection(url, commands=False) as connection:
         if url.startswith("file"):
             assert [path.name for path in (tmp_path / "broker/queues").iterdir()] == ["keepstep.commands"]
-        else:
+        elif url.startswith("redis"):
             assert connection.channel().client.keys("*") == []
+        else:
+            names = request.getfixturevalue("rabbitmq_server").queues(request.getfixturevalue("rabbitmq_vhost"))
+            assert names == ["keepstep.commands"]
 
 
 def test_a_client_that_was_made_before_a_fork_works_in_the_child(url):
@@ -221,43 +253,89 @@ def test_a_folder_that_cannot_be_written(tmp_path):
         client.pause("t")
 
 
-def test_a_broker_that_freezes_under_an_open_connection(spare_redis):
-    with Client(spare_redis.url, timeout=1) as client:
+def test_a_broker_that_freezes_under_an_open_connection(server):
+    frozen, url = server
+    make_queue(url)
+    with Client(url, timeout=2) as client:
         client.pause("t")
-        spare_redis.freeze()
+        frozen.freeze()
         try:
-            with bounded(spare_redis.url, 1):
+            with bounded(url, 2):
                 client.pause("t")
         finally:
-            spare_redis.thaw()
-        client.pause("t")
+            frozen.thaw()
+        # A server that was frozen may take a while to answer its first caller.
+        with Client(url, timeout=10) as patient:
+            patient.pause("t")
 
 
-def test_a_broker_that_comes_back_while_the_client_tries(spare_redis):
-    with Client(spare_redis.url, timeout=20) as client:
+def test_a_broker_that_comes_back_while_the_client_tries(server):
+    kept, url = server
+    with Client(url, timeout=40) as client:
         client.pause("before")
-        spare_redis.kill()
-        restart = threading.Timer(0.5, spare_redis.start)
+        kept.kill()
+        restart = threading.Timer(0.5, kept.start)
         restart.start()
         client.pause("during")
         restart.join()
-        with broker.connection(spare_redis.url, commands=True) as connection:
-            message = connection.channel().basic_get("keepstep.commands")
-            assert json.loads(message.body)["thread"] == "during"
+        with broker.connection(url, commands=True) as connection:
+            # What RabbitMQ has confirmed it keeps.
+            expected = ["during"] if url.startswith("redis") else ["before", "during"]
+            assert [json.loads(message.body)["thread"] for message in waiting(connection)] == expected
 
 
-def test_an_answer_that_is_lost_is_sent_again(redis_proxy):
-    url = f"redis://127.0.0.1:{redis_proxy.port}/0"
+def waiting(connection):
+    """Take out what waits in the queue of commands."""
+    channel = connection.channel()
+    return list(iter(lambda: channel.basic_get("keepstep.commands"), None))
+
+
+@pytest.mark.parametrize("end", ["reply", "request"])
+def test_an_answer_or_a_message_that_is_lost_is_sent_again(proxied, end):
+    proxy, url, past, needle = proxied
     with Client(url, timeout=10) as client:
         client.pause("first")
-        redis_proxy.lose_reply(b"LPUSH")
+        (proxy.lose_reply if end == "reply" else proxy.lose_request)(needle)
         receipt = client.pause("second")
-        with broker.connection(url, commands=True) as connection:
-            channel = connection.channel()
-            taken = [channel.basic_get("keepstep.commands") for _ in range(3)]
-        # Nobody knows whether the first try arrived, so it is there twice, as one command.
-        assert [json.loads(m.body)["thread"] for m in taken] == ["first", "second", "second"]
-        assert [json.loads(m.body)["id"] for m in taken[1:]] == [receipt.id] * 2
+        assert proxy.lost.is_set()
+        with broker.connection(past, commands=True) as connection:
+            taken = waiting(connection)
+    # Nobody knows whether the first try arrived, so where its answer was lost it is there twice, as one command.
+    times = 2 if end == "reply" else 1
+    assert [json.loads(m.body)["thread"] for m in taken] == ["first", *["second"] * times]
+    assert [json.loads(m.body)["id"] for m in taken[1:]] == [receipt.id] * times
+
+
+def test_a_rabbitmq_without_memory_is_unavailable_and_holds_one_connection(rabbitmq_url, rabbitmq_server):
+    make_queue(rabbitmq_url)
+    with Client(rabbitmq_url, timeout=2) as client:
+        client.pause("before")
+        rabbitmq_server.alarm()
+        with bounded(rabbitmq_url, 2):
+            client.pause("during")
+        # The one for commands, which ends with the alarm; no reply was waited for.
+        assert rabbitmq_server.connections() == 1
+        rabbitmq_server.end_alarm()
+        client.pause("after")
+        with broker.connection(rabbitmq_url, commands=True) as connection:
+            taken = [json.loads(message.body)["thread"] for message in waiting(connection)]
+    # What was being sent may arrive late, as an answer that was lost: once more than it was told.
+    assert sorted(set(taken)) == ["after", "before", "during"]
+    assert len(taken) == 3
+
+
+def test_a_rabbitmq_whose_memory_comes_back_takes_the_command(rabbitmq_url, rabbitmq_server):
+    with Client(rabbitmq_url, timeout=20) as client:
+        client.pause("before")
+        rabbitmq_server.alarm()
+        end = threading.Timer(0.5, rabbitmq_server.end_alarm)
+        end.start()
+        client.pause("during")
+        end.join()
+        with broker.connection(rabbitmq_url, commands=True) as connection:
+            taken = [json.loads(message.body) for message in waiting(connection)]
+    assert [command["thread"] for command in taken] == ["before", "during", "during"]
+    assert taken[1]["id"] == taken[2]["id"]
 
 
 # --- options that a connection really has -----------------------------------------------------------------------------

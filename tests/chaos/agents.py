@@ -2,27 +2,20 @@
 
 from __future__ import annotations
 
-import http.client
-import os
 import random
 import time
 from typing import Annotated, TypedDict
 
 from keepstep import END, START, Graph, Retry, Send, append, effect
+from tests.crash.outside import ask_outside
 
-ADDRESS = os.environ.get("KEEPSTEP_TEST_OUTSIDE", "")
 AGAIN = Retry(attempts=10, delay=0.2, jitter=0.5)
 
 
-def ask_outside(name: str, thread: str, key: str) -> str:
-    """Ask the outside world for something, once; slowly enough to be caught before, during and after."""
+def ask_slowly(name: str, thread: str, key: str) -> str:
+    """Ask the outside world, slowly enough to be caught before, during and after."""
     time.sleep(random.uniform(0.0, 0.3))
-    link = http.client.HTTPConnection(ADDRESS, timeout=60)
-    try:
-        link.request("POST", f"/{name}/{thread}", headers={"Idempotency-Key": key})
-        answer = link.getresponse().read().decode()
-    finally:
-        link.close()
+    answer = ask_outside(name, thread, key)
     time.sleep(random.uniform(0.0, 0.1))
     return answer
 
@@ -30,13 +23,13 @@ def ask_outside(name: str, thread: str, key: str) -> str:
 @effect(idempotent=True)
 def look(thread: str, what: str, *, idempotency_key: str) -> str:
     """A read."""
-    return ask_outside(what, thread, idempotency_key)
+    return ask_slowly(what, thread, idempotency_key)
 
 
 @effect
 def pay(thread: str, what: str, *, idempotency_key: str) -> str:
     """A payment to somebody who does not look at the key."""
-    return ask_outside(what, thread, idempotency_key)
+    return ask_slowly(what, thread, idempotency_key)
 
 
 class Log(TypedDict, total=False):

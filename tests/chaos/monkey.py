@@ -17,12 +17,15 @@ from dataclasses import dataclass, field
 import psutil
 
 from tests.chaos.workload import Database
+from tests.rabbitmq import RabbitMQServer
 from tests.servers import PostgreSQLServer, Proxy, RedisServer
 from tests.worker.deployment import Deployment, Worker
 
 _LOOK_SECONDS = 0.05
 _IDLE = 0.1
 _NONE_STARTS = 6
+_LOST = 0.5
+"""How often RabbitMQ comes back without what it had stored; Redis always does."""
 _UNITS = """
 SELECT 't' || id, version, status, lease_nonce, lease_child FROM keepstep_thread WHERE status = 'ready'
 UNION ALL
@@ -41,6 +44,7 @@ _WEIGHTS = {
     "database connections cut": 10,
     "broker connections cut": 9,
 }
+_ONLY_RABBITMQ = {"broker without memory": 8}
 
 Unit = tuple[int, str | None]
 """The version and the lease of what is due."""
@@ -62,7 +66,7 @@ class Servers:
     deployment: Deployment
     database: Database
     postgresql: PostgreSQLServer
-    redis: RedisServer
+    broker: RedisServer | RabbitMQServer
     to_database: Proxy
     to_broker: Proxy
     window_seconds: float
@@ -132,6 +136,8 @@ class Monkey:
     _on_duty: set[int] = field(default_factory=set)
     _later: list[tuple[float, int, Callable[[], None]]] = field(default_factory=list)
     _numbers: Iterable[int] = field(default_factory=itertools.count)
+    _restart: threading.Thread | None = None
+    _failures: list[BaseException] = field(default_factory=list)
 
     # --- workers ----------------------------------------------------------------------------------------------------
 
@@ -141,6 +147,8 @@ class Monkey:
 
     def relieve(self) -> None:
         """Let go what was stopped for long enough, and replace workers that are gone."""
+        if self._failures:
+            raise self._failures[0]
         while self._later and self._later[0][0] <= time.monotonic():
             heapq.heappop(self._later)[2]()
         launched = self.servers.deployment.workers
@@ -154,6 +162,8 @@ class Monkey:
 
     def heal(self) -> None:
         """Let everything go on."""
+        if self._restart is not None:
+            self._restart.join()
         for _, _, action in sorted(self._later):
             action()
         self._later.clear()
@@ -167,7 +177,9 @@ class Monkey:
         # What is idle is hit now and then: mostly the monkey wants to be noticed.
         if not due and self.random.random() < 1 - _IDLE:
             return False
-        kind = self.random.choices(list(_WEIGHTS), list(_WEIGHTS.values()))[0]
+        kind = self.random.choices(list(self._weights), list(self._weights.values()))[0]
+        if kind.startswith("broker") and self._restart is not None and self._restart.is_alive():
+            return False
         if kind.startswith(("child", "worker")):
             families = self._families()
             groups = families if kind.startswith("worker") else [[pid] for family in families for pid in family[1:]]
@@ -188,6 +200,10 @@ class Monkey:
         self.faults[kind] += 1
         return True
 
+    @property
+    def _weights(self) -> dict[str, int]:
+        return _WEIGHTS | (_ONLY_RABBITMQ if isinstance(self.servers.broker, RabbitMQServer) else {})
+
     def _families(self) -> list[list[int]]:
         """Return the main process and the children of each worker that is on duty."""
         found = []
@@ -202,18 +218,22 @@ class Monkey:
 
     def _stop(self, pids: list[int], seconds: float) -> None:
         _send(pids, signal.SIGSTOP)
-        entry = (time.monotonic() + seconds, next(iter(self._numbers)), lambda: _send(pids, signal.SIGCONT))
-        heapq.heappush(self._later, entry)
+        self._after(seconds, lambda: _send(pids, signal.SIGCONT))
+
+    def _after(self, seconds: float, action: Callable[[], None]) -> None:
+        heapq.heappush(self._later, (time.monotonic() + seconds, next(iter(self._numbers)), action))
 
     def _break(self, kind: str) -> None:
         servers = self.servers
         match kind:
             case "broker emptied":
-                servers.redis.flush()
+                servers.broker.flush()
             case "broker restarted":
-                servers.redis.kill()
-                time.sleep(self.random.uniform(0.0, 1.0))
-                servers.redis.start()
+                self._restart_broker(self.random.uniform(0.0, 1.0), empty=self.random.random() < _LOST)
+            case "broker without memory":
+                assert isinstance(servers.broker, RabbitMQServer)
+                servers.broker.alarm()
+                self._after(self.random.uniform(0.5, servers.window_seconds), self._end_alarm)
             case "database crashed":
                 servers.postgresql.crash()
                 time.sleep(self.random.uniform(0.0, 1.0))
@@ -222,6 +242,27 @@ class Monkey:
                 servers.to_database.cut()
             case "broker connections cut":
                 servers.to_broker.cut()
+
+    def _restart_broker(self, seconds: float, *, empty: bool) -> None:
+        """Kill the broker and bring it back, which takes RabbitMQ seconds: other things break meanwhile."""
+        broker = self.servers.broker
+        broker.kill()
+
+        def back() -> None:
+            try:
+                time.sleep(seconds)
+                broker.start(empty=empty) if isinstance(broker, RabbitMQServer) else broker.start()
+            except BaseException as error:  # noqa: BLE001  raised by `relieve`
+                self._failures.append(error)
+
+        self._restart = threading.Thread(target=back, daemon=True)
+        self._restart.start()
+
+    def _end_alarm(self) -> None:
+        if self._restart is not None:
+            self._restart.join()
+        assert isinstance(self.servers.broker, RabbitMQServer)
+        self.servers.broker.end_alarm()
 
 
 def _ended_alone(worker: Worker) -> bool:

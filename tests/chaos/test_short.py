@@ -1,4 +1,4 @@
-"""A short chaos: nothing is lost, nothing happens twice, and everything ends."""
+"""A short chaos on each broker: nothing is lost, nothing happens twice, and everything ends."""
 
 from __future__ import annotations
 
@@ -14,9 +14,9 @@ _ROOT = Path(__file__).parents[2]
 
 @pytest.mark.kill
 @pytest.mark.slow
-@pytest.mark.timeout(300)
+@pytest.mark.timeout(420)
 def test_nothing_is_lost_and_nothing_happens_twice():
-    size = ["--runs", "30", "--faults", "28", "--seconds", "60", "--seed", "7"]
+    size = ["--broker", "both", "--runs", "32", "--faults", "30", "--seconds", "60", "--seed", "7"]
     ran = subprocess.run(
         [sys.executable, "-m", "tests.chaos", *size], cwd=_ROOT, capture_output=True, text=True, check=False
     )
@@ -33,3 +33,5 @@ def test_nothing_is_lost_and_nothing_happens_twice():
     assert told["runs"] >= 12
     assert told["faults"] >= 10
     assert told["recovery_ms_max"] > 0
+    if told["skipped"]:
+        pytest.skip("; ".join(told["skipped"]))  # the half of it

@@ -2,23 +2,10 @@
 
 from __future__ import annotations
 
-import http.client
-import os
 from typing import Annotated, TypedDict
 
 from keepstep import END, START, Graph, Retry, Send, append, effect
-
-ADDRESS = os.environ.get("KEEPSTEP_TEST_OUTSIDE", "")
-
-
-def ask_outside(name: str, thread: str, key: str = "") -> str:
-    """Ask the outside world for something, once: nothing here tries again."""
-    link = http.client.HTTPConnection(ADDRESS, timeout=90)
-    try:
-        link.request("POST", f"/{name}/{thread}", headers={"Idempotency-Key": key})
-        return link.getresponse().read().decode()
-    finally:
-        link.close()
+from tests.crash.outside import ask_outside
 
 
 @effect(idempotent=True)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 from pathlib import Path
 
 import pytest
@@ -28,17 +29,33 @@ def module_database(postgresql_server, _postgresql_template):
     postgresql_server.drop_database(name)
 
 
+@contextlib.contextmanager
+def _crew(folder, database, broker, outside):
+    # A window that no worker misses on a busy machine: nobody here is to be given up who lives.
+    times = {"renew_seconds": 0.5, "liveness_window_seconds": 5.0}
+    with deployed(folder, database, broker, graphs=AGENTS, **times) as deployment:
+        deployment.environment["KEEPSTEP_TEST_OUTSIDE"] = outside.address
+        deployment.environment["KEEPSTEP_CRASH_MARK"] = str(folder / "mark")
+        yield Crew(deployment, outside, folder / "mark")
+
+
 @pytest.fixture(scope="module")
 def crew(tmp_path_factory, module_database, redis_server, outside):
     """One deployment for all tests of a module, whose workers can be told where to die next."""
     redis_server.flush()
-    folder = tmp_path_factory.mktemp("crew")
-    # A window that no worker misses on a busy machine: nobody here is to be given up who lives.
-    times = {"renew_seconds": 0.5, "liveness_window_seconds": 5.0}
-    with deployed(folder, module_database, redis_server.url, graphs=AGENTS, **times) as deployment:
-        deployment.environment["KEEPSTEP_TEST_OUTSIDE"] = outside.address
-        deployment.environment["KEEPSTEP_CRASH_MARK"] = str(folder / "mark")
-        yield Crew(deployment, outside, folder / "mark")
+    with _crew(tmp_path_factory.mktemp("crew"), module_database, redis_server.url, outside) as made:
+        yield made
+
+
+@pytest.fixture(scope="module")
+def rabbitmq_crew(tmp_path_factory, postgresql_server, _postgresql_template, rabbitmq_server, outside):
+    """The same on RabbitMQ, on a database of its own."""
+    name, vhost = postgresql_server.create_database(template=_postgresql_template), rabbitmq_server.create_vhost()
+    folder = tmp_path_factory.mktemp("rabbitmq-crew")
+    with _crew(folder, postgresql_server.url(name), rabbitmq_server.url_of(vhost), outside) as made:
+        yield made
+    rabbitmq_server.drop_vhost(vhost)
+    postgresql_server.drop_database(name)
 
 
 @pytest.fixture

@@ -44,6 +44,8 @@ class Death:
     """The thread ends blocked: nobody knows whether its payment was made."""
     of_main_process: bool = False
     """The worker's main process dies, not a child of its pool."""
+    of_the_broker: bool = False
+    """What it costs depends on the broker: it is tested on Redis and on RabbitMQ."""
 
     @property
     def id(self) -> str:
@@ -101,14 +103,15 @@ OF_CHILDREN = (
     Death("inside_commit", "step/2", _AGAIN, {"fare": 2}, {"fare": 2}),
     Death("inside_commit", "step/8", _AGAIN, {"toll": 2}, {"toll": 2}),
     Death("after_commit", "/0", _NEXT),
-    Death("after_commit", "/2", _NEXT),
+    Death("after_commit", "/2", _NEXT, of_the_broker=True),
     Death("after_commit", "/8", "nothing; the run has ended"),
-    Death("after_nudge", "/2", "nothing; the next step is in the queue"),
+    Death("after_nudge", "/2", "nothing; the next step is in the queue", of_the_broker=True),
 )
 """Where a pool child dies."""
 
 _REPLAY = "nothing is known of the command; it is sent again and applied"
 _DUPLICATE = "nothing; the command is sent again and found applied; the sweep finds what is due"
+_ANSWERED = "nothing; the sender has its answer, and the command comes back from the broker and is found applied"
 
 OF_MAIN_PROCESS = (
     *(
@@ -116,9 +119,11 @@ OF_MAIN_PROCESS = (
         for verb in ("start", "control", "edit", "decide", "signal")
     ),
     *(
-        Death("after_command", verb, _DUPLICATE, of_main_process=True)
+        Death("after_command", verb, _DUPLICATE, of_main_process=True, of_the_broker=verb in {"start", "decide"})
         for verb in ("start", "control", "edit", "decide", "signal")
     ),
+    # Of a command after which nothing runs: who runs something dies with the main process.
+    Death("before_ack", "control", _ANSWERED, of_main_process=True, of_the_broker=True),
     Death("after_sweep", "", "nothing; another sweep finds the same, a little later", of_main_process=True),
 )
 """Where a worker's main process dies under a voyage."""

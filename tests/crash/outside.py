@@ -1,15 +1,27 @@
-"""The outside world of these tests: an HTTP server on loopback that counts what it is asked to do."""
+"""The outside world of these tests: an HTTP server on loopback that counts what it is asked to do; and asking it."""
 
 from __future__ import annotations
 
 import contextlib
+import http.client
 import http.server
+import os
 import threading
 import time
 from collections import Counter, defaultdict
 from collections.abc import Iterator
 
 _HELD_SECONDS_MAX = 90.0
+
+
+def ask_outside(name: str, thread: str, key: str = "") -> str:
+    """Ask the outside world for something, from a worker, once: nothing here tries again."""
+    link = http.client.HTTPConnection(os.environ["KEEPSTEP_TEST_OUTSIDE"], timeout=_HELD_SECONDS_MAX)
+    try:
+        link.request("POST", f"/{name}/{thread}", headers={"Idempotency-Key": key})
+        return link.getresponse().read().decode()
+    finally:
+        link.close()
 
 
 class Outside:

@@ -23,12 +23,12 @@ dies by SIGKILL, when the environment of a worker says so:
 Without the second variable the point is read from the file `MARK.next` each time, so that a running worker can be
 armed.
 
-`tests/crash/test_points.py` kills a real worker's process at every point, on PostgreSQL and Redis, under a thread that
-reads `price` (step 1), pays the `fare` (2), fans out three seats (3), asks the `captain` and, with its state edited
-meanwhile (checkpoint 4), pays the cabin (5), waits for the `tide`'s signal (6), sleeps a `night` (7) and reads the
-`toll` (8). It then compares with an undisturbed run: the history is one line whose digests are right, and the starts of
-each node run, the bodies entered, the calls that a server outside has counted, the commands applied, the events and the
-final state differ by nothing but what stands here.
+`tests/crash/test_points.py` kills a real worker's process at every point, on PostgreSQL and Redis, and on RabbitMQ at
+those where the broker matters. It does so under a thread that reads `price` (step 1), pays the `fare` (2), fans out
+three seats (3), asks the `captain` and, with its state edited meanwhile (checkpoint 4), pays the cabin (5), waits for
+the `tide`'s signal (6), sleeps a `night` (7) and reads the `toll` (8). It then compares with an undisturbed run: the
+history is one line whose digests are right, and the starts of each node run, the bodies entered, the calls that a
+server outside has counted, the commands applied, the events and the final state differ by nothing but what stands here.
 `tests/crash/test_families.py` does the same to a fleet that spawns a `.boat` and joins it, and to one that is cancelled
 while its boat tows another.
 

@@ -13,8 +13,18 @@ from tests.crash import evidence
 pytestmark = pytest.mark.kill
 
 
-def test_connections_dropped_during_a_long_node_cost_nothing(served, outside, postgresql_server, postgresql_url):
-    thread = "dropped"
+@pytest.fixture(params=["plain", "tls"])
+def reached(request, deploy, postgresql_url, redis_url):
+    """A deployment whose workers reach the database by a socket, or by TLS."""
+    if request.param == "plain":
+        return deploy(postgresql_url, redis_url)
+    return deploy(request.getfixturevalue("secured_postgresql_url"), redis_url, postgresql_url)
+
+
+def test_connections_dropped_during_a_long_node_cost_nothing(
+    request, reached, outside, postgresql_server, postgresql_url
+):
+    thread, served = f"dropped-{request.node.callspec.id}", reached
     worker = served.worker(concurrency=1)
     outside.hold("walk", thread)
     served.start("errand", thread)
@@ -31,8 +41,8 @@ def test_connections_dropped_during_a_long_node_cost_nothing(served, outside, po
 
     # No dead connection is left to be stumbled over: each of the worker's threads says it once, at its next turn.
     for number in range(5):
-        served.start("errand", f"after-{number}")
-        served.ended(f"after-{number}", seconds=60)
+        served.start("errand", f"{thread}-{number}")
+        served.ended(f"{thread}-{number}", seconds=60)
     told = Counter((e["event"], e.get("service")) for e in worker.events() if e["level"] in {"warning", "error"})
     assert told.pop(("database_unavailable", None)) <= 2  # the node's, and that of the next command
     assert {event for event, _ in told} <= {"service_failed"}

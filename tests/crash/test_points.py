@@ -109,7 +109,16 @@ def blocked_runs(crew, thread):
 
 @pytest.mark.parametrize("death", OF_CHILDREN, ids=lambda death: death.id)
 def test_a_pool_child_dies(crew, death):
-    [worker], thread = crew.workers(1), death.id.replace("#", ".").replace("/", ".")
+    child_dies(crew, death, "")
+
+
+@pytest.mark.parametrize("death", [d for d in OF_CHILDREN if d.of_the_broker], ids=lambda death: death.id)
+def test_a_pool_child_dies_on_rabbitmq(rabbitmq_crew, death):
+    child_dies(rabbitmq_crew, death, "rabbitmq.")
+
+
+def child_dies(crew, death, prefix):
+    [worker], thread = crew.workers(1), prefix + death.id.replace("#", ".").replace("/", ".")
     crew.arm(death.point, death.at)
 
     begin(crew, thread) if death.blocked else sail(crew, thread)
@@ -125,7 +134,16 @@ def test_a_pool_child_dies(crew, death):
 
 @pytest.mark.parametrize("death", OF_MAIN_PROCESS, ids=lambda death: death.id)
 def test_a_main_process_dies(crew, death):
-    workers, thread = crew.workers(2), death.id
+    main_process_dies(crew, death, "")
+
+
+@pytest.mark.parametrize("death", [d for d in OF_MAIN_PROCESS if d.of_the_broker], ids=lambda death: death.id)
+def test_a_main_process_dies_on_rabbitmq(rabbitmq_crew, death):
+    main_process_dies(rabbitmq_crew, death, "rabbitmq.")
+
+
+def main_process_dies(crew, death, prefix):
+    workers, thread = crew.workers(2), prefix + death.id
     pools = {worker.pid: psutil.Process(worker.pid).children() for worker in workers}
     crew.arm(death.point, death.at)
 

@@ -2,11 +2,14 @@
 
 from __future__ import annotations
 
+import datetime as dt
 import signal
 import textwrap
 
 import pytest
 
+from keepstep.store.leases import Nudge, queue_of
+from keepstep.tasks.publish import Publisher
 from tests.crash import evidence
 from tests.worker.deployment import eventually
 
@@ -54,6 +57,9 @@ def test_three_workers_are_replaced_twice_under_thirty_threads(served, outside):
         if stuck in held_by(served, worker):
             eventually(lambda left=[stuck], worker=worker: held_by(served, worker) == left, what="the other node's end")
             worker.kill()
+            # It is due elsewhere when its worker has been missed, not when some message comes back.
+            seconds = served.settings.liveness_window_seconds + 2 * served.settings.sweep_seconds + 3.0
+            eventually(lambda worker=worker: not held_by(served, worker), seconds=seconds, what="the takeover")
         else:
             assert worker.process.wait(60) == 0
             assert worker.events("worker_left")
@@ -156,6 +162,41 @@ def test_a_worker_takes_no_thread_of_a_graph_it_does_not_carry(served, releases,
     for thread in threads:
         assert outside.calls(thread) == {"enter-load": 1, "walk": 1, "enter-unload-1": 1}
         assert [runs for _, runs in evidence.history(served, thread)] == [{}, {"load": 1}, {"unload": 1}]
+
+
+def test_nudges_for_a_release_that_is_busy_are_told_of_and_come_back_slowly(served, releases, outside):
+    old, following = releases("old"), releases("next")
+    outside.hold("walk", "ferry-held")
+    served.start("ferry", "ferry-held")
+    # Whichever worker took its nudge: the one that can run it has found it.
+    evidence.hasten(served)
+    outside.called("walk", "ferry-held")
+    served.start("ferry", "ferry-behind")
+    [(thread_id, version)] = served.query("SELECT id, version FROM keepstep_thread WHERE name = 'ferry-behind'")
+    # Each release has queues of its own: what lies in another's was put there by one that had none.
+    publish = Publisher(served.settings)
+    publish([Nudge("step", thread_id, version, queue_of("errand", "1"), 1)] * 3)
+    publish.close()
+    told = eventually(lambda: old.events("graph_not_carried"), seconds=60, what="the warning")
+    assert [(each["graph"], each["version"], each["level"]) for each in told] == [("ferry", "1", "warning")]
+    before = served.query("SELECT version, starts, failures, deaths FROM keepstep_thread WHERE name = 'ferry-behind'")
+    assert before == [(version, 0, 0, 0)]
+
+    # The one that carries it nudges again while it is busy, and more and more slowly.
+    evidence.hasten(served)
+    eventually(lambda: len(following.events("admitted")) >= 3, seconds=60, what="a third look")
+    times = [dt.datetime.fromisoformat(each["timestamp"]) for each in following.events("admitted")][-2:]
+    assert (times[1] - times[0]).total_seconds() > 1.0
+    assert len(old.events("graph_not_carried")) == 1, "said once a minute"
+    after = served.query("SELECT version, starts, failures, deaths FROM keepstep_thread WHERE name = 'ferry-behind'")
+    assert after == before
+
+    outside.let_go("walk", "ferry-held")
+    old.stop()
+    evidence.hasten(served)
+    served.ended("ferry-held", "ferry-behind", seconds=60)
+    for name in ("ferry-held", "ferry-behind"):
+        assert outside.calls(name) == {"enter-load": 1, "walk": 1, "enter-unload-1": 1}
 
 
 def test_two_versions_of_a_graph_run_side_by_side(served, releases, outside):

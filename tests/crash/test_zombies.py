@@ -153,6 +153,45 @@ def test_a_pool_child_that_stood_still_past_its_nodes_deadline_writes_nothing(
     assert len(outside.keys(thread, "goods")) == 1
 
 
+def test_the_process_that_sweeps_stands_still_and_takes_over_nobody_when_it_wakes(served, outside, redis_server):
+    sweeping, other = served.worker(concurrency=1), served.worker(concurrency=1)
+    ids = {worker.pid: worker_id(served, worker) for worker in (sweeping, other)}
+    with standing_still(*family(sweeping)):
+        gone = "SELECT count(*) FROM keepstep_worker WHERE id = :id"
+        eventually(lambda: served.query(gone, id=ids[sweeping.pid]) == [(0,)], seconds=60, what="giving it up")
+        # Others find what is due: here a thread whose only message is lost.
+        outside.hold("walk", "held-by-other")
+        served.start("errand", "held-by-other")
+        outside.called("walk", "held-by-other")
+        served.start("errand", "found")
+        redis_server.flush()
+        lease = served.query(
+            "SELECT lease_nonce, lease_worker, deaths FROM keepstep_thread WHERE name = 'held-by-other'"
+        )
+        assert lease[0][1:] == (ids[other.pid], 0)
+
+    eventually(lambda: sweeping.events("worker_was_given_up"), seconds=60, what="its return")
+    # Awake again it works, and sweeps: what nobody has done is done by it.
+    evidence.hasten(served)
+    served.ended("found", seconds=60)
+    # It may judge when it has itself been seen for a window; until then and from then on the other one lives.
+    lived = "SELECT alive_until FROM keepstep_worker WHERE id = :id"
+    seen = set()
+    eventually(
+        lambda: seen.update(served.query(lived, id=ids[other.pid])) or len(seen) > 10, seconds=60, what="a window"
+    )
+    assert (
+        served.query("SELECT lease_nonce, lease_worker, deaths FROM keepstep_thread WHERE name = 'held-by-other'")
+        == lease
+    )
+    assert other.events("worker_was_given_up") == []
+    assert {row[0] for row in served.query("SELECT id FROM keepstep_worker")} == set(ids.values())
+    outside.let_go("walk", "held-by-other")
+    served.ended("held-by-other", seconds=60)
+    for thread in ("held-by-other", "found"):
+        assert outside.calls(thread) == {"enter-go": 1, "shop": 1, "walk": 1, "goods": 1, "enter-home": 1}
+
+
 def test_a_payment_that_was_under_way_is_not_made_again_and_its_late_result_counts(served, outside):
     thread = "stopped-payment"
     first = served.worker(concurrency=1)

@@ -100,3 +100,14 @@ def test_the_drawing_of_the_statuses_is_the_table():
     drawn = re.findall(r"^    (\w+) --> (\w+): (.*)$", text, flags=re.MULTILINE)
 
     assert drawn == [(old, new, why) for old, follows in TRANSITIONS.items() for new, why in follows.items()]
+
+
+def test_every_schedule_names_a_test_that_there_is():
+    text = (ROOT / "docs" / "schedules.md").read_text(encoding="utf-8")
+    named = re.findall(r"`(tests/[\w/]+\.py)::(\w+)`", text)
+
+    assert len(named) > 30
+    missing = [
+        f"{file}::{name}" for file, name in named if f"\ndef {name}(" not in (ROOT / file).read_text(encoding="utf-8")
+    ]
+    assert missing == []

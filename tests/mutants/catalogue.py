@@ -75,7 +75,7 @@ MUTANTS = (
         "the fence",
         "a lease is taken from somebody who lives",
         "store/claims.py",
-        (("        or_(table.c.lease_nonce.is_(None), table.c.lease_deadline <= db_now()),\n", ""),),
+        (("        or_(table.c.lease_nonce.is_(None), and_(table.c.lease_deadline <= db_now(), holder)),\n", ""),),
         ("tests/store/test_claim.py", "-k", "sqlite"),
     ),
     Mutant(
@@ -220,8 +220,8 @@ MUTANTS = (
                 "            message.ack()\n            accepted = commands.accept(self._runtime, command)\n",
             ),
             (
-                "            self._reply(message, command.id, reply)\n            message.ack()\n",
-                "            self._reply(message, command.id, reply)\n",
+                '            reach("before_ack", command.verb)\n            message.ack()\n',
+                '            reach("before_ack", command.verb)\n',
             ),
         ),
         ("tests/worker/test_deaths.py::test_a_command_committed_by_a_worker_that_died_is_not_lost[embedded]",),
@@ -313,6 +313,39 @@ MUTANTS = (
         "tasks/sweeper.py",
         (("judge=self._worker_id", "judge=None"),),
         seeds=100,
+    ),
+    Mutant(
+        "taking over",
+        "a deadline counts though nobody has seen its worker",
+        "store/claims.py",
+        (("and_(table.c.lease_deadline <= db_now(), holder)", "table.c.lease_deadline <= db_now()"),),
+        ("tests/store/test_claim.py::test_a_deadline_does_not_count_while_nobody_has_seen_its_worker",),
+    ),
+    Mutant(
+        "taking over",
+        "deadlines stay where they are when the clock is set",
+        "store/workers.py",
+        (("        if seconds:\n", "        if False:\n"),),
+        ("tests/worker/test_liveness.py::test_a_clock_that_was_set_takes_nothing_from_those_who_live",),
+    ),
+    Mutant(
+        "taking over",
+        "what a hung node takes along is counted dead",
+        "store/workers.py",
+        (
+            (
+                "_RELEASE_CHILD, worker_id, deaths=0, reason=None, child=child)",
+                '_RELEASE_CHILD, worker_id, deaths=1, reason="", child=child)',
+            ),
+        ),
+        ("tests/store/test_claim.py::test_what_is_handed_over_counts_as_no_death",),
+    ),
+    Mutant(
+        "cancelling",
+        "what was asked stays withdrawn when the run is taken up again",
+        "store/threads.py",
+        (("    if found.status == CANCELLED:\n", "    if False:\n"),),
+        ("tests/steps/test_cancel.py::test_a_fan_out_that_was_cancelled_goes_on_where_it_was[sqlite]",),
     ),
     Mutant(
         "taking over",

@@ -4,8 +4,11 @@ from __future__ import annotations
 
 import threading
 from contextlib import closing
+from pathlib import Path
 from urllib.parse import urlsplit
 
+import kombu
+import psutil
 import psycopg2
 import pytest
 import redis
@@ -14,6 +17,8 @@ from hypothesis import strategies as st
 from redis.backoff import NoBackoff
 from redis.retry import Retry
 
+import tests.rabbitmq
+from tests.rabbitmq import NoRabbitMQ, RabbitMQServer, rabbitmq_program
 from tests.servers import PostgreSQLServer, Proxy, RedisServer
 
 
@@ -151,6 +156,52 @@ def test_redis_freezes(spare_redis: RedisServer):
     spare_redis.thaw()
     with closing(spare_redis.client()) as client:
         assert client.ping() is True
+
+
+def test_rabbitmq_is_private_and_ends_with_its_starter(rabbitmq_server: RabbitMQServer):
+    family = [psutil.Process(rabbitmq_server._process.pid), psutil.Process(rabbitmq_server._mapper.pid)]
+    listening = {
+        connection.laddr
+        for process in [*family, *family[1].children()]
+        for connection in process.net_connections()
+        if connection.status == psutil.CONN_LISTEN
+    }
+    assert {address.ip for address in listening} <= {"127.0.0.1", "::1"}
+    assert 5672 not in {address.port for address in listening}
+    assert rabbitmq_server.ask("atom_to_list(node())") == f'"keepstep-{rabbitmq_server.port}@localhost"'
+    with pytest.raises(RuntimeError, match="badarith"):
+        rabbitmq_server.ask("1 / 0")
+
+
+def test_rabbitmq_keeps_what_is_stored_or_comes_back_empty(rabbitmq_server: RabbitMQServer, rabbitmq_vhost):
+    queue = kombu.Queue("q", kombu.Exchange(""), routing_key="q")
+    url = rabbitmq_server.url_of(rabbitmq_vhost)
+
+    def stored(*send: str) -> list[str]:
+        with kombu.Connection(url, transport_options={"confirm_publish": True}) as link:
+            channel = link.channel()
+            queue(channel).declare()
+            for body in send:
+                kombu.Producer(channel).publish(body, routing_key="q", delivery_mode=2)
+            return [] if send else [m.body for m in iter(lambda: channel.basic_get("q", no_ack=True), None)]
+
+    stored("purged")
+    rabbitmq_server.flush()
+    stored("kept")
+    rabbitmq_server.restart()
+    assert stored() == ["kept"]
+    rabbitmq_server.kill()
+    rabbitmq_server.start(empty=True)
+    assert rabbitmq_server.queues(rabbitmq_vhost) == []
+    assert stored() == []
+
+
+def test_a_missing_rabbitmq_is_a_named_skip(monkeypatch):
+    monkeypatch.setattr(tests.rabbitmq, "_DEBIAN", Path("nowhere"))
+    monkeypatch.setattr(tests.rabbitmq.os, "geteuid", lambda: 1000)
+    monkeypatch.setenv("PATH", "nowhere")
+    with pytest.raises(NoRabbitMQ, match="apt-get install rabbitmq-server"):
+        rabbitmq_program.__wrapped__()
 
 
 def test_a_missing_redis_says_what_to_install(monkeypatch):

@@ -43,6 +43,15 @@ def test_ci_passes_when_the_skip_is_listed(run):
     assert result.ret == pytest.ExitCode.OK
 
 
+def test_a_machine_without_rabbitmq_skips_by_name_and_number(run):
+    reason = "no RabbitMQ: rabbitmq-server is not installed"
+    result = run(CASES.replace("no server here", reason), ci=True)
+    result.stdout.fnmatch_lines(
+        ["skipped tests: 1", f"*test_cases.py::test_left_out: {reason}", "no RabbitMQ: 1 skipped*"]
+    )
+    assert result.ret == pytest.ExitCode.OK
+
+
 def test_a_developer_may_skip(run):
     result = run(CASES, ci=False)
     result.stdout.fnmatch_lines(["skipped tests: 1", "*test_cases.py::test_left_out: no server here"])

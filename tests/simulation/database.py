@@ -149,7 +149,7 @@ class SimulatedStore(Store):
         self.threads: dict[str, tuple[Any, ...]] = {}
         """Each thread as the last commit left it: name, status, seq, version."""
         self.leases: dict[tuple[str, str], tuple[str | None, float | None]] = {}
-        """Nonce and deadline of each thread's and node run's lease, as the last commit left them."""
+        """Nonce of each thread's and node run's lease, and its first deadline by the machines' clock."""
         self.results: dict[str, int] = {}
         """Serial number of the commit that recorded an effect's result, by idempotency key."""
         self.serial = 0
@@ -242,15 +242,16 @@ class SimulatedStore(Store):
         before, until = self.leases.get(key, (None, None))
         if nonce == before:
             return
-        self.leases[key] = nonce, deadline
+        now = self.world.monotonic()
+        self.leases[key] = nonce, None if deadline is None else now + deadline - self.world.database_time()
         if self.edits:
-            live = until is not None and until > self.world.database_time()
+            live = until is not None and until > now
             self.world.require(not live, "an edit took a live lease", f"{name} {key[1]}: {before}")
         if nonce is not None:
             detail = f"{name} {key[1]}: {nonce} after {before}"
             self.world.require(claims, "a lease was made up", detail)
             self.world.require(control != "pause", "a paused thread was taken", detail)
-            live = before is not None and until is not None and until > self.world.database_time()
+            live = before is not None and until is not None and until > now
             self.world.require(not live, "a live lease was taken", detail)
             process = self.world.process
             carries = process is None or (name.split()[1], "1") in process.worker.graphs

@@ -66,8 +66,13 @@ class SimulatedWatchdog(Watchdog):
         self._world = world
 
     @contextlib.contextmanager
-    def watch(self, seconds: float, overdue: Callable[[], None]) -> Iterator[None]:
-        """Have the world call `overdue` if the block takes longer than that."""
+    def watch(self, seconds: float, write_off: Callable[[], None], end: Callable[[], None]) -> Iterator[None]:
+        """Have the world call both if the block takes longer than that."""
+
+        def overdue() -> None:
+            write_off()
+            end()
+
         attempt = self._world.attempt
         if attempt is None:
             yield

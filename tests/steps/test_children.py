@@ -586,6 +586,45 @@ def test_a_cancel_that_died_half_way_is_finished_by_the_sweep(deploy, monkeypatc
     assert rows(d, "state, status, due_at") == [("delivered", "cancelled", None)]
 
 
+def test_a_parent_that_is_taken_up_again_hears_of_the_children_that_were_cancelled_with_it(deploy):
+    expert = specialist()
+
+    def body(_state, ctx):
+        [result] = ctx.join(ctx.spawn(expert, {"topic": "slow"}), on_failure="return")
+        return f"{result.status}: {result.error['message']}"
+
+    d = deploy(lead(body), expert)
+    d.start()
+    d.drain()
+    d.control("cancel")
+
+    d.control("retry")
+    assert d.drain() == "done"
+
+    assert d.values()["log"] == ["cancelled: its parent was cancelled"]
+    assert rows(d) == [("delivered", "cancelled", 1)]
+
+
+def test_a_parent_that_is_taken_up_again_in_time_keeps_its_children(deploy, monkeypatch):
+    expert = specialist()
+    d = deploy(lead(lambda _state, ctx: ctx.join(ctx.spawn(expert, {"topic": "slow"}))[0]["log"]), expert)
+    d.start()
+    d.drain()
+    with monkeypatch.context() as patched:
+        errands_are_lost(patched)
+        d.control("cancel")
+    d.control("retry")
+    assert rows(d) == [("started", None, 0)]
+    later(d)
+    assert d.drain() == "waiting"
+
+    [(child, status)] = threads_of(d)
+    assert status == "waiting"
+    d.send("signal", thread=child, name="go", payload="on")
+    assert d.drain() == "done"
+    assert d.values()["log"] == [["on"]]
+
+
 def test_a_crowd_of_children_is_cancelled_without_holding_up_the_one_who_asked(deploy):
     expert, count = specialist(), book._AT_ONCE_MAX + 5
 

@@ -273,7 +273,7 @@ _ALLOWED = {
     },
     "done": {"start": "ready"},
     "failed": {"start": "ready", "cancel": "cancelled", "retry": "ready"},
-    "cancelled": {"start": "ready"},
+    "cancelled": {"start": "ready", "retry": "ready"},
 }
 
 
@@ -282,7 +282,7 @@ def _in_status(deploy, status):
 
     @graph.node
     def count(state, ctx):
-        if status == "waiting":
+        if status in {"waiting", "cancelled"}:
             ctx.approve("Go on?")
         if status == "failed":
             raise ValueError
@@ -295,10 +295,10 @@ def _in_status(deploy, status):
         graph.edge("count", END)
     d = deploy(graph)
     d.start({"n": 1})
+    if status != "ready":
+        d.drain()
     if status == "cancelled":
         d.control("cancel")
-    if status not in ("ready", "cancelled"):
-        d.drain()
     assert d.thread.status == status
     return d
 
@@ -326,3 +326,12 @@ def test_what_people_may_do_in_each_status(deploy, status, action):
 def test_the_table_is_closed():
     assert set(TRANSITIONS) == set(_ALLOWED)
     assert {target for targets in TRANSITIONS.values() for target in targets} == set(_ALLOWED)
+
+
+def test_a_run_that_was_cancelled_before_it_began_is_started_anew(deploy):
+    d = _in_status(deploy, "ready")
+    d.control("cancel")
+    before = d.dump()
+    with pytest.raises(WrongStatus, match="thread 't' was cancelled before its run began: start it again"):
+        d.control("retry")
+    assert d.dump() == before

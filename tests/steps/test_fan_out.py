@@ -9,7 +9,7 @@ from typing import Annotated, TypedDict
 import pytest
 
 from keepstep import END, START, Graph, Retry, Send, add, append
-from keepstep.store import workers
+from keepstep.store import claims, workers
 from keepstep.store.leases import Nudge
 
 
@@ -138,6 +138,36 @@ def test_many_workers_join_once(deploy):
     assert {run.lease_worker for run in d.reader.node_runs("t")} == {None}
 
 
+def test_two_deliveries_of_one_node_message_at_once_are_one_start(deploy):
+    graph, record = sends(fan_out=True)
+    d = deploy(graph)
+    others = [d.worker_of(pid=2), d.worker_of(pid=3)]
+    d.start({"count": 30})
+    d.work(d.queue.pop(0))
+    nudges, outcomes = d.queue[:], []
+    d.queue.clear()
+    barrier = threading.Barrier(2)
+
+    def deliver(worker):
+        worker.store.rows(claims._READ_HEAD, {"thread_id": d.thread.id})  # connected before the first
+        for nudge in nudges:
+            barrier.wait(20)
+            outcomes.append((nudge.run, d.work(nudge, worker)))
+
+    running = [threading.Thread(target=deliver, args=(worker,)) for worker in others]
+    for each in running:
+        each.start()
+    for each in running:
+        each.join()
+
+    assert Counter(outcomes) == {(f"part#{n}", ran): 1 for n in range(30) for ran in (True, False)}
+    assert [nudge.kind for nudge in d.queue] == ["step"]
+    assert [(run.starts, run.deaths, run.status) for run in d.reader.node_runs("t")] == [(1, 0, "done")] * 30
+    assert d.drain() == "done"
+    assert record.starts == {**{f"part {n}": 1 for n in range(30)}, "join": 1}
+    assert d.values()["seen"] == list(range(30))
+
+
 @pytest.mark.slow
 def test_a_thousand_node_runs_some_of_which_fail_once(deploy):
     def flaky(number, ctx):
@@ -219,6 +249,57 @@ def test_only_what_failed_runs_again(deploy, fan_out):
     assert [run.status for run in d.reader.runs("t")] == ["done"]
 
 
+def test_one_that_fails_ends_none_that_is_in_the_middle_of_an_effect(deploy):
+    record, fixed, paid = Recorder(), [], []
+    reached, go_on = threading.Event(), threading.Event()
+
+    def pay():
+        paid.append("B")
+        reached.set()
+        assert go_on.wait(20)
+        return "paid"
+
+    def body(name, state, ctx):
+        record(name)
+        if name == "B":
+            ctx.effect(pay)
+        if name == "C" and not fixed:
+            message = "C broke"
+            raise ValueError(message)
+        return {"seen": [ord(name)]}
+
+    d = deploy(named("A", "B", "C", body=body, graph={"fan_out": True}))
+    other = d.worker_of(pid=2)
+    d.start()
+    d.work(d.queue.pop(0))
+    a, b, c = d.queue
+    d.queue.clear()
+    running = threading.Thread(target=lambda: d.work(b, other))
+    running.start()
+    assert reached.wait(20)
+    d.work(a)
+    d.work(c)
+    assert [(run.run, run.status) for run in d.reader.node_runs("t")] == [
+        ("A", "done"),
+        ("B", "ready"),
+        ("C", "failed"),
+    ]
+    assert d.thread.status == "waiting"
+    go_on.set()
+    running.join()
+
+    assert d.drain() == "failed"
+    assert (d.thread.error["run"], d.thread.error["message"]) == ("C", "C broke")
+    assert [(run.run, run.status) for run in d.reader.node_runs("t")] == [("A", "done"), ("B", "done"), ("C", "failed")]
+    assert d.effects() == [("pay", "done", 1)]
+    fixed.append(True)
+    d.control("retry")
+    assert d.drain() == "done"
+    assert record.starts == {"A": 1, "B": 1, "C": 2}
+    assert paid == ["B"]
+    assert d.values()["seen"] == [65, 66, 67]
+
+
 def test_one_that_is_blocked_and_one_that_failed_are_both_tried_again(deploy):
     record, fixed = Recorder(), []
 
@@ -287,6 +368,39 @@ def test_what_is_merely_passed_on_is_no_conflict(deploy):
     d.start({"shared": {"a": 1}, "count": 5})
     assert d.drain() == "done"
     assert d.values() == {"shared": {"a": 1}, "count": 5, "done": True, "told": []}
+
+
+@pytest.mark.parametrize("slow", ["A", "B"])
+def test_the_order_of_a_reducer_is_that_of_the_node_runs_also_after_a_retry(deploy, slow):
+    def body(name, state, ctx):
+        if name == slow and ctx.attempt == 1:
+            raise ConnectionError(name)
+        return {"seen": [ord(name)]}
+
+    d = deploy(named("A", "B", body=body, retry=Retry(attempts=2, delay=0.05, jitter=0), graph={"fan_out": False}))
+    d.start()
+    assert d.drain() == "done"
+    assert d.values()["seen"] == [65, 66]
+
+
+def test_subgraphs_that_hand_on_all_they_share_are_no_conflict(deploy):
+    inner = Graph("inner", state=State)
+
+    @inner.node
+    def look(state, ctx):
+        return dict(state)
+
+    inner.edge(START, "look")
+    inner.edge("look", END)
+    outer = Graph("outer", state=State)
+    for name in ("left", "right"):
+        outer.node(inner, name=name)
+        outer.edge(START, name)
+        outer.edge(name, END)
+    d = deploy(outer)
+    d.start({"shared": {"a": 1}, "count": 3, "total": 100, "seen": [1, 2]})
+    assert d.drain() == "done"
+    assert d.values() == {"shared": {"a": 1}, "count": 3, "total": 100, "seen": [1, 2]}
 
 
 def test_two_subgraphs_beside_each_other(deploy):
@@ -426,3 +540,32 @@ def test_a_failed_fanned_out_run_that_is_given_up_for_a_new_one(deploy):
     assert d.drain() == "done"
     assert d.values() == {"count": 1, "seen": [65, 66], "told": []}
     assert [run.status for run in d.reader.runs("t")] == ["failed", "done"]
+
+
+@pytest.mark.parametrize("fan_out", [True, False])
+@pytest.mark.parametrize("inside", [False, True])
+def test_sends_are_told_of_failures_that_are_continued_after(deploy, fan_out, inside):
+    graph = Graph("told", state=State, fan_out=fan_out)
+
+    @graph.node(on_error="continue")
+    def breaks(state, ctx):
+        message = "broke"
+        raise ValueError(message)
+
+    @graph.node
+    def part(state, ctx):
+        return {"told": [f"{state}: {failure['message']}" for failure in ctx.failures]} if state == 1 else {}
+
+    graph.edge(START, "breaks")
+    graph.route("breaks", lambda _state: [Send("part", n) for n in range(3)], to=["part"])
+    graph.edge("part", END)
+    outer = graph
+    if inside:
+        outer = Graph("outer", state=State, fan_out=fan_out)
+        outer.node(graph, name="within")
+        outer.edge(START, "within")
+        outer.edge("within", END)
+    d = deploy(outer)
+    d.start()
+    assert d.drain() == "done"
+    assert d.values() == {"told": ["1: broke"]}

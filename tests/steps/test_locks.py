@@ -163,6 +163,102 @@ def test_a_wait_that_is_opened_while_its_signal_is_sent_finds_it(served, monkeyp
     assert sorted(d.values()["log"]) == ([1, 2] if fanned else [1])
 
 
+@pytest.mark.parametrize("fanned", [False, True], ids=["thread", "node run"])
+def test_a_write_waits_for_the_takeover_that_came_first_and_is_refused(served, monkeypatch, fanned):
+    paid, entered, go_on = [], threading.Event(), threading.Event()
+
+    def pay(who):
+        paid.append(who)
+
+    def body(_state, ctx):
+        if ctx.attempt == 1:
+            entered.set()
+            assert go_on.wait(20)
+        return {"log": [ctx.effect(pay, ctx.attempt)]}
+
+    d = served(graph_of(body, fanned=fanned))
+    d.start()
+    if fanned:
+        d.work(d.queue.pop(0))
+    nudge, other = d.queue.pop(0), d.open()
+    rival = Rival(d, lambda: d.work(nudge))
+    rival._thread.start()
+    assert entered.wait(20)
+
+    def pays():
+        go_on.set()
+        rival.comes()
+
+    # In the transaction that takes the lease away, before its commit.
+    with monkeypatch.context() as patched:
+        in_the_middle(patched, workers, "_released", pays)
+        d.queue += workers.release_child(other, d.worker.owner.worker, 1, reason="given up")
+
+    rival.ended()
+    assert rival.overtook is False
+    assert paid == []
+    assert d.effects() == []
+    assert d.drain() == "done"
+    assert sorted(paid) == ([1, 2] if fanned else [2])
+    assert set(d.effects()) == {("pay", "done", 1)}
+
+
+def asked_again(served):
+    """A thread whose node is about to be entered while its question is open; its deployment and its next nudge."""
+    entered, go_on = threading.Event(), threading.Event()
+
+    def body(_state, ctx):
+        if ctx.attempt == 2:
+            entered.set()
+            assert go_on.wait(20)
+        return {"log": [ctx.attempt, ctx.approve("Go on?").verdict]}
+
+    d = served(graph_of(body, fanned=False))
+    d.start()
+    assert d.drain() == "waiting"
+    d.control("cancel")
+    d.control("retry")
+    return d, d.queue.pop(0), entered, go_on
+
+
+def test_a_decision_that_commits_first_is_found_by_the_step_that_parks(served, monkeypatch):
+    d, nudge, entered, go_on = asked_again(served)
+    person = d.worker_of(pid=2)
+    rival = Rival(d, lambda: d.work(nudge))
+    rival._thread.start()
+    assert entered.wait(20)
+
+    def parks():
+        go_on.set()
+        rival.comes()
+
+    with monkeypatch.context() as patched:
+        in_the_middle(patched, commands.waits, "close_approval", parks)
+        d.decide(worker=person)
+
+    rival.ended()
+    assert rival.overtook is False, "the park waits for the decision's lock"
+    assert [each.kind for each in d.queue] == ["step"]
+    assert d.drain() == "done"
+    assert d.values() == {"log": [3, "approve"]}
+
+
+def test_a_decision_that_comes_while_the_step_parks_wakes_it(served, monkeypatch):
+    d, nudge, _, go_on = asked_again(served)
+    go_on.set()
+    person = d.worker_of(pid=2)
+    rival = Rival(d, lambda: d.decide(worker=person))
+    in_the_middle(monkeypatch, outcomes, "insert_events", rival.comes)
+
+    d.work(nudge)
+
+    rival.ended()
+    assert rival.overtook is False, "the decision waits for the park's lock"
+    assert [each.kind for each in d.queue] == ["step"]
+    assert d.drain() == "done"
+    assert d.values() == {"log": [3, "approve"]}
+
+
 def test_the_join_and_a_cancel_take_their_locks_in_one_order(served, monkeypatch):
     d = served(graph_of(lambda _state, ctx: {"log": [1]}, fanned=True))
     d.start()

@@ -497,6 +497,24 @@ def test_a_claim_whose_answer_was_lost_is_made_again(served, proxied_url, postgr
     assert starts == {"a": 1, "b": 1}
 
 
+def test_a_claim_whose_answer_was_lost_twice_leaves_no_lease(served, proxied_url, postgresql_proxy):
+    """Nobody would know of it: the worker lives on, and the thread would wait for the deadline."""
+    d = served(chain("a"))
+    far = d.worker_of(pid=2, url=proxied_url)
+    d.start({"n": 1})
+    far.running_max()  # connects, and reads the limits
+    for _ in range(2):
+        postgresql_proxy.lose_reply(far.owner.worker.encode())
+
+    nudge = d.queue.pop(0)
+    with pytest.raises(DatabaseUnavailable):
+        d.work(nudge, far)
+
+    assert d.thread.row.lease_worker is None
+    d.work(nudge)
+    assert d.drain() == "done"
+
+
 @pytest.mark.parametrize("lost", ["request", "reply"])
 def test_a_commit_whose_answer_was_lost_is_one_checkpoint(served, proxied_url, postgresql_proxy, lost):
     starts = Counter()

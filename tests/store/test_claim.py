@@ -106,6 +106,7 @@ def test_nonces_are_random(store):
 def test_one_that_overstays_its_deadline_is_taken_over_and_counts_as_dead(sqlite_url):
     clock = Clock()
     store = Store.open(sqlite_url, clock=clock)
+    registered(store, worker_id=OWNER.worker)
     thread_id = created(store)
     first = claimed(store, thread_id)
 
@@ -121,12 +122,94 @@ def test_one_that_overstays_its_deadline_is_taken_over_and_counts_as_dead(sqlite
 
 def test_the_deadline_on_postgresql_is_the_servers(postgresql_url):
     store = Store.open(postgresql_url, clock=lambda: 0.0)
+    registered(store, worker_id=OWNER.worker)
     thread_id = created(store)
     claimed(store, thread_id)
     with store.engine.begin() as connection:
         connection.exec_driver_sql("UPDATE keepstep_thread SET lease_deadline = lease_deadline - 60.0")
 
     assert claim(store, thread_id).attempt == (2, 0, 1, "it overstayed its deadline")
+    store.dispose()
+
+
+def test_a_deadline_does_not_count_while_nobody_has_seen_its_worker(sqlite_url):
+    """Its worker may be cut off, or the clock was set: who is lost is for the sweep to say."""
+    clock = Clock()
+    store = Store.open(sqlite_url, clock=clock)
+    worker = registered(store, window_seconds=10)
+    thread_id = created(store)
+    fence = claimed(store, thread_id, owner=Owner(worker, 7)).fence
+
+    clock.now += 3600
+    assert claim(store, thread_id) is None
+    assert workers.renew(store, worker, window_seconds=10) == clock.now
+    assert claim(store, thread_id).attempt == (2, 0, 1, "it overstayed its deadline")
+    assert row(store, thread_id)["lease_nonce"] != fence.nonce
+    store.dispose()
+
+
+@pytest.mark.parametrize("seconds", [3600.0, -3600.0])
+def test_a_clock_that_was_set_sets_the_deadlines_of_the_workers_own_leases(sqlite_url, seconds):
+    clock = Clock()
+    store = Store.open(sqlite_url, clock=clock)
+    worker, other = registered(store, window_seconds=10), registered(store, window_seconds=10)
+    mine, others = created(store, "mine"), created(store, "others")
+    claimed(store, mine, owner=Owner(worker, 7))
+    claimed(store, others, owner=Owner(other, 7))
+    before = row(store, others)["lease_deadline"]
+
+    clock.now += seconds + 20
+    assert workers.renew(store, worker, window_seconds=10, clock_was_set=lambda _now: seconds) == clock.now
+
+    assert row(store, mine)["lease_deadline"] == clock.now + 40
+    assert row(store, others)["lease_deadline"] == before
+    assert claim(store, mine) is None
+    workers.catch_up(store, window_seconds=10)
+    clock.now += 40
+    workers.renew(store, worker, window_seconds=10)
+    assert claim(store, mine).attempt == (2, 0, 1, "it overstayed its deadline")
+    store.dispose()
+
+
+def test_a_lease_that_was_taken_since_the_clock_was_set_is_as_long_as_any(sqlite_url):
+    clock = Clock()
+    store = Store.open(sqlite_url, clock=clock)
+    worker = registered(store, window_seconds=10)
+    thread_id = created(store)
+    clock.now += 3600
+    claimed(store, thread_id, owner=Owner(worker, 7))
+    clock.now += 2
+    workers.renew(store, worker, window_seconds=10, clock_was_set=lambda _now: 3600.0)
+    assert row(store, thread_id)["lease_deadline"] == clock.now + 60
+    store.dispose()
+
+
+def test_what_was_due_is_due_at_once_after_the_clock_was_set_back(sqlite_url):
+    clock = Clock()
+    store = Store.open(sqlite_url, clock=clock)
+    gone = registered(store, window_seconds=10)
+    due, nudged, retried, held = [created(store, name) for name in ("due", "nudged", "retried", "held")]
+    with store.engine.begin() as connection:
+        connection.exec_driver_sql(f"UPDATE keepstep_thread SET due_at = due_at - 20 WHERE id = '{nudged}'")
+    leases.postpone(store, claimed(store, retried).fence, failures=1, delay_seconds=100, error="{}")
+    claimed(store, held, owner=Owner(gone, 7))
+    retry_at = row(store, retried)["due_at"]
+    assert retry_at == clock.now + 100
+
+    clock.now -= 3600
+    assert claim(store, due) is None
+    workers.catch_up(store, window_seconds=10)
+
+    times = {name: row(store, name) for name in (due, nudged, retried, held)}
+    assert [(times[name]["due_at"], times[name]["next_nudge_at"]) for name in (due, nudged)] == [(clock.now,) * 2] * 2
+    # What somebody has put off comes when the clock says so; what is running is due when its holder is lost.
+    assert times[retried]["due_at"] == retry_at
+    assert times[held]["due_at"] == clock.now
+    assert [worker.alive_until for worker in workers.live(store)] == [clock.now + 10]
+    before = dump(store)
+    workers.catch_up(store, window_seconds=10)
+    assert dump(store) == before
+    assert claim(store, due) is not None
     store.dispose()
 
 
@@ -178,6 +261,18 @@ def test_leaving_in_good_order_counts_no_death(store):
     assert workers.leave(store, worker) == [("step", thread_id, 1, "agent@1", 1, 0, "")]
     assert workers.live(store) == []
     assert claimed(store, thread_id).attempt == (2, 0, 0, None)
+
+
+def test_what_is_handed_over_counts_as_no_death(store):
+    worker = registered(store)
+    mine, sisters = created(store, "mine"), created(store, "sisters")
+    claimed(store, mine, owner=Owner(worker, 7))
+    kept = claimed(store, sisters, owner=Owner(worker, 8))
+
+    assert [nudge.thread_id for nudge in workers.hand_over(store, worker, 7)] == [mine]
+    assert row(store, sisters)["lease_nonce"] == kept.fence.nonce
+    assert [found.id for found in workers.live(store)] == [worker]
+    assert claimed(store, mine).attempt == (2, 0, 0, None)
 
 
 def test_a_silent_worker_is_given_up_once(sqlite_url):

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import ctypes
 import os
 import signal
 import time
@@ -11,6 +12,7 @@ from typing import Annotated, TypedDict
 from keepstep import END, START, Graph, Retry, Send, append, effect
 
 FOLDER = Path(os.environ.get("KEEPSTEP_TEST_FOLDER", "."))
+SLEEP_SECONDS = 30.0
 
 
 def note(kind: str, *words: object) -> None:
@@ -172,3 +174,114 @@ def ask(state, ctx):
 
 asking.edge(START, "ask")
 asking.edge("ask", END)
+
+
+# --- one short node; one that hangs where nothing is heard; one that will not hear ------------------------------------
+
+quick = Graph("quick", state=Log)
+
+
+@quick.node
+def once(state, ctx):
+    note("starts", ctx.thread, "once")
+    return {"done": ["once"]}
+
+
+quick.edge(START, "once")
+quick.edge("once", END)
+
+
+@effect
+def charge(thread: str) -> str:
+    note("charged", thread)
+    return thread
+
+
+stuck = Graph("stuck", state=Log)
+
+
+@stuck.node(timeout=0.5)
+def sleep_in_c(state, ctx):
+    note("starts", ctx.thread, "sleep_in_c")
+    signal.pthread_sigmask(signal.SIG_BLOCK, [signal.SIGALRM])
+    ctypes.CDLL(None).usleep(int(SLEEP_SECONDS * 1_000_000))
+    return {"done": [ctx.effect(charge, ctx.thread)]}
+
+
+stuck.edge(START, "sleep_in_c")
+stuck.edge("sleep_in_c", END)
+
+deaf = Graph("deaf", state=Log)
+
+
+@deaf.node(timeout=0.5, retry=Retry(attempts=2, delay=60.0, jitter=0.0))
+def will_not_hear(state, ctx):
+    note("starts", ctx.thread, "will_not_hear")
+    try:
+        time.sleep(SLEEP_SECONDS)
+    except BaseException:  # noqa: BLE001  it is not meant to be heard
+        note("told", ctx.thread)
+    return {"done": [ctx.effect(charge, ctx.thread)]}
+
+
+deaf.edge(START, "will_not_hear")
+deaf.edge("will_not_hear", END)
+
+
+# --- several things at once, one of which takes long and then pays; a subgraph that goes round beside them ------------
+
+rounds = Graph("rounds", state=Log)
+
+
+@rounds.node
+def turn(state, ctx):
+    note("starts", ctx.thread, "turn")
+    return {"done": ["turn"]}
+
+
+rounds.edge(START, "turn")
+rounds.route("turn", lambda state: END if state["done"].count("turn") == 5 else "turn", to=["turn", END])
+
+busy = Graph("busy", state=Log, fan_out=True)
+
+
+@busy.node
+def fetch(state, ctx):
+    note("starts", ctx.thread, "fetch")
+    return {"done": ["fetch"]}
+
+
+@busy.node
+def report(state, ctx):
+    note("starts", ctx.thread, "report")
+    wait_for(f"release-{ctx.thread}")
+    ctx.effect(charge, ctx.thread)
+    return {"done": ["report"]}
+
+
+busy.node(rounds, name="rounds")
+for _name in ("fetch", "report", "rounds"):
+    busy.edge(START, _name)
+    busy.edge(_name, END)
+
+later = Graph("later", state=Log)
+
+
+@later.node(retry=Retry(attempts=2, delay=6.0, jitter=0.0))
+def fail_once_for_long(state, ctx):
+    note("starts", ctx.thread, "fail_once")
+    if ctx.attempt == 1:
+        message = "not yet"
+        raise ConnectionError(message)
+    return {"done": ["fail_once"]}
+
+
+later.edge(START, "fail_once_for_long")
+later.edge("fail_once_for_long", END)
+
+inline = Graph("inline", state=Items, fan_out=False)
+inline.node(part, name="part")
+inline.node(join, name="join")
+inline.route(START, lambda state: [Send("part", {"item": number}) for number in range(state["count"])], to=["part"])
+inline.edge("part", "join")
+inline.edge("join", END)

@@ -21,7 +21,20 @@ def served(tmp_path, postgresql_url, redis_url):
         yield deployment
 
 
+@pytest.fixture
+def served_by_rabbitmq(tmp_path, postgresql_url, rabbitmq_url):
+    """A deployment on RabbitMQ and PostgreSQL."""
+    with deployed(tmp_path, postgresql_url, rabbitmq_url) as deployment:
+        yield deployment
+
+
 @pytest.fixture(params=["embedded", "served"])
 def deployment(request):
-    """A deployment on each of the two."""
+    """A deployment on each kind of database: for what does not depend on the broker."""
+    return request.getfixturevalue(request.param)
+
+
+@pytest.fixture(params=["embedded", "served", "served_by_rabbitmq"])
+def on_each_broker(request):
+    """A deployment on each kind of broker."""
     return request.getfixturevalue(request.param)

@@ -21,6 +21,7 @@ import keepstep
 from keepstep.settings import load
 
 AGENTS = Path(__file__).with_name("agents.py")
+_ROOT = Path(__file__).parents[2]
 
 
 def eventually(look: Callable[[], Any], *, seconds: float = 30.0, what: str = "it") -> Any:
@@ -121,6 +122,7 @@ class Deployment:
             **{name: value for name, value in os.environ.items() if not name.startswith("KEEPSTEP_")},
             **{f"KEEPSTEP_{name.upper()}": str(value) for name, value in settings.items()},
             "KEEPSTEP_TEST_FOLDER": str(folder),
+            "PYTHONPATH": str(_ROOT),  # graphs may share what stands in other test folders
         }
         self.settings = load(**{k: v for k, v in settings.items() if k != "graphs"})
         self.workers: list[Worker] = []
@@ -139,11 +141,11 @@ class Deployment:
         """Start a worker and wait until it is ready."""
         return self.launch(concurrency=concurrency, pool=pool, **environment).ready()
 
-    def supervised(self, *, concurrency: int = 1) -> Worker:
+    def supervised(self, *, concurrency: int = 1, pool: str = "prefork") -> Worker:
         """Start a supervised worker and wait until it is ready."""
         program = (
             "from keepstep.settings import load; from keepstep.tasks import worker; import sys; "
-            f"sys.exit(worker.main(load(), concurrency={concurrency}))"
+            f"sys.exit(worker.main(load(), concurrency={concurrency}, pool={pool!r}))"
         )
         worker = self._started([sys.executable, "-c", program], {})
         worker.supervised = True

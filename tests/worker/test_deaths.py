@@ -101,7 +101,8 @@ def test_a_killed_supervisor_leaves_no_worker_behind(embedded):
     assert len(gone) == 2
 
 
-def test_a_node_that_kills_its_process_is_blocked_after_three_deaths(deployment):
+def test_a_node_that_kills_its_process_is_blocked_after_three_deaths(on_each_broker):
+    deployment = on_each_broker
     worker = deployment.worker(concurrency=2)
     healthy = [f"t{number}" for number in range(10)]
     deployment.start("poison", "p")
@@ -112,12 +113,22 @@ def test_a_node_that_kills_its_process_is_blocked_after_three_deaths(deployment)
 
     assert deployment.counts("starts")["p die"] == 3
     assert {deployment.counts("starts")[f"{thread} {node}"] for thread in healthy for node in "abc"} == {1}
-    [(error,)] = deployment.query("SELECT error FROM keepstep_thread WHERE name = 'p'")
+    [(error, deaths, nonce)] = deployment.query(
+        "SELECT error, deaths, lease_nonce FROM keepstep_thread WHERE name = 'p'"
+    )
     error = json.loads(error)
+    assert (deaths, nonce) == (3, None)
     assert error["code"] == "worker_lost"
     assert "signal 9" in error["message"]
     assert "die" in error["message"]
     assert [event["reason"] for event in worker.events("child_lost")] == ["signal 9 (SIGKILL)"] * 3
+    # Nobody is sent to it any more.
+    admitted = len(worker.events("admitted"))
+    deployment.start("chain", "last")
+    deployment.ended("last")
+    assert deployment.counts("starts")["p die"] == 3
+    assert len(worker.events("admitted")) <= admitted + 1
+    assert worker.process.poll() is None
 
     deployment.touch("cured")
     deployment.client.retry("p", graph="poison")

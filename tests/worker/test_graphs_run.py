@@ -4,18 +4,20 @@ from __future__ import annotations
 
 import itertools
 import os
+import textwrap
 import time
 from collections import Counter
 
 import pytest
 
 from keepstep.tasks.nudges import _GO_ON_SECONDS
-from tests.worker.deployment import eventually
+from tests.worker.deployment import AGENTS, deployed, eventually
 
 CHAIN = ("a", "b", "c")
 
 
-def test_threads_finish_with_every_node_started_once(deployment):
+def test_threads_finish_with_every_node_started_once(on_each_broker):
+    deployment = on_each_broker
     deployment.worker(concurrency=2)
     threads = [f"t{number}" for number in range(10)]
 
@@ -47,7 +49,8 @@ def test_children_that_are_started_afresh_instead_of_forked(embedded):
     assert worker.stop() == 0
 
 
-def test_a_fan_out_is_spread_over_workers_and_joined_once(deployment):
+def test_a_fan_out_is_spread_over_workers_and_joined_once(on_each_broker):
+    deployment = on_each_broker
     deployment.touch("hold-part")
     workers = [deployment.worker(concurrency=1) for _ in range(2)]
 
@@ -66,8 +69,38 @@ def test_a_fan_out_is_spread_over_workers_and_joined_once(deployment):
     assert {pid for *_, pid, _ in parts} <= {str(pid) for worker in workers for pid in worker.children()}
 
 
-def test_each_child_has_a_connection_of_its_own(served):
+EARLY = """
+    import os
+    import keepstep
+    from agents import chain, held
+
+    # At import, in the process that the pool is forked from: a query, and a broker connection that stays open.
+    reader = keepstep.Reader(database=os.environ["KEEPSTEP_DATABASE"])
+    assert reader.threads() == []
+    client = keepstep.Client()
+    client.start("chain", "early", {})
+"""
+
+
+@pytest.fixture(params=["plain", "tls", "embedded"])
+def early(request, tmp_path):
+    """Deployments whose graphs use the database and the broker when they are imported."""
+    if request.param == "embedded":
+        urls = request.getfixturevalue("sqlite_url"), f"file://{tmp_path}/broker"
+    elif request.param == "plain":
+        urls = request.getfixturevalue("postgresql_url"), request.getfixturevalue("redis_url")
+    else:
+        urls = request.getfixturevalue("secured_postgresql_url"), request.getfixturevalue("secured_redis_url")
+    (tmp_path / "early.py").write_text(textwrap.dedent(EARLY))
+    with deployed(tmp_path, *urls, graphs="early.py") as deployment:
+        deployment.environment["PYTHONPATH"] = str(AGENTS.parent)
+        yield deployment
+
+
+def test_each_child_has_a_connection_of_its_own(early):
+    served = early
     worker = served.worker(concurrency=4)
+    served.ended("early")
     children = {str(pid) for pid in worker.children()}
     assert len(children) == 4
 
@@ -78,21 +111,25 @@ def test_each_child_has_a_connection_of_its_own(served):
         served.started(f"{thread} hold")
     served.touch("release")
     served.ended(*threads)
-    short = [f"t{number}" for number in range(40)]
+    short = [f"t{number}" for number in range(60)]
     served.start("chain", *short)
     served.ended(*short)
 
     assert {words[-2] for words in served.notes("starts")} == children
-    backends = served.query(
-        "SELECT count(*) FROM pg_stat_activity WHERE datname = current_database() AND application_name = 'keepstep'"
-    )
-    # Of the main process: registration, liveness, sweep, commands.
-    assert backends == [(4 + 4,)]
-    assert worker.events("nudge_dropped") == []
-    assert worker.events("service_failed") == []
+    assert set(served.counts("starts").values()) == {1}
+    if served.settings.database.startswith("postgresql"):
+        backends = served.query(
+            "SELECT count(*) FROM pg_stat_activity WHERE datname = current_database() AND application_name = 'keepstep'"
+        )
+        # Of the main process: registration, liveness, sweep, commands, and what was opened at import.
+        assert backends == [(4 + 4 + 1,)]
+    # No answer to another's question, no broken record, no service or node that stumbled over one.
+    assert [event for event in worker.events() if event["level"] in {"warning", "error"}] == []
+    assert "Traceback" not in worker.log.read_text()
 
 
-def test_a_worker_that_is_asked_to_stop_finishes_what_runs_and_leaves(deployment):
+def test_a_worker_that_is_asked_to_stop_finishes_what_runs_and_leaves(on_each_broker):
+    deployment = on_each_broker
     worker = deployment.supervised(concurrency=1)
     deployment.start("held", "h")
     started_at = float(deployment.started("h hold")[0][-1])

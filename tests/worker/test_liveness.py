@@ -9,11 +9,14 @@ import structlog
 
 from keepstep.errors import DatabaseUnavailable
 from keepstep.settings import load
-from keepstep.store import workers
+from keepstep.store import claims, sweep, workers
+from keepstep.store.admission import Admission
 from keepstep.store.engine import Store
+from keepstep.store.leases import Owner
 from keepstep.tasks import liveness
 from keepstep.tasks.liveness import Liveness
 from keepstep.tasks.registration import Registration
+from tests.store.records import CARRIED, claimed, created, row
 
 
 class Time:
@@ -36,13 +39,26 @@ def clock(monkeypatch):
 
 
 @pytest.fixture
-def worker(clock, sqlite_url):
+def fleet(clock, sqlite_url):
+    """Make workers of one deployment."""
     settings = load(database=sqlite_url, renew_seconds=3, liveness_window_seconds=10)
-    store = Store.open(sqlite_url, clock=lambda: clock.database)
-    made = Liveness(settings, Registration(settings, store, [("chain", "1")], concurrency=1))
-    made._store = store
-    yield made
-    store.dispose()
+    stores = []
+
+    def make():
+        store = Store.open(sqlite_url, clock=lambda: clock.database)
+        stores.append(store)
+        made = Liveness(settings, Registration(settings, store, [("agent", "1")], concurrency=1))
+        made._store = store
+        return made
+
+    yield make
+    for store in stores:
+        store.dispose()
+
+
+@pytest.fixture
+def worker(fleet):
+    return fleet()
 
 
 def renewals(worker, clock, count):
@@ -125,3 +141,72 @@ def test_a_slow_answer_is_no_wrong_clock():
     assert liveness._skew(100.0, before=99.0, after=103.0) == 0.0
     assert liveness._skew(100.0, before=101.0, after=104.0) == 1.0
     assert liveness._skew(100.0, before=90.0, after=98.0) == -2.0
+
+
+def swept(worker):
+    """Sweep as a worker would, and claim what that found: return whose leases were taken."""
+    store, worker_id = worker._store, worker._registration.worker_id
+    found = sweep.sweep(store, takeover=worker.may_take_over, limit=100, judge=worker_id)
+    found += Admission(store, [("agent", "1")]).look(lambda _queue: 100, {}).nudges
+    owner = Owner(worker_id, 1)
+    return [
+        nudge.thread_id
+        for nudge in found
+        if claims.claim_thread(store, nudge.thread_id, nudge.version, owner=owner, carried=CARRIED)
+    ]
+
+
+@pytest.mark.parametrize("jump", [3600.0, -3600.0])
+@pytest.mark.parametrize("first", range(3))
+def test_a_clock_that_was_set_takes_nothing_from_those_who_live(fleet, clock, jump, first):
+    """Whoever is the first to see the new time: it finds nobody dead and no lease run out."""
+    workers_ = [fleet() for _ in range(3)]
+    held = []
+    for worker in workers_:
+        thread_id = created(worker._store, worker._registration.worker_id)
+        owner = Owner(worker._registration.worker_id, 1)
+        held.append((thread_id, claimed(worker._store, thread_id, owner=owner).fence.nonce))
+    for _ in range(5):
+        clock.pass_(3)
+        for worker in workers_:
+            worker.work()
+    assert [worker.may_take_over for worker in workers_] == [True] * 3
+
+    clock.database += jump
+    in_turn = workers_[first:] + workers_[:first]
+    for worker in in_turn:
+        # Before anybody has renewed, and when some have.
+        assert [swept(each) for each in workers_] == [[], [], []]
+        worker.work()
+        assert [swept(each) for each in workers_] == [[], [], []]
+    for _ in range(3):  # 3 x 3 s and what has passed are less than the leases' 60 s
+        clock.pass_(3)
+        for worker in workers_:
+            worker.work()
+            assert swept(worker) == []
+
+    store = workers_[0]._store
+    assert [row(store, thread_id)["lease_nonce"] for thread_id, _ in held] == [nonce for _, nonce in held]
+    assert [row(store, thread_id)["deaths"] for thread_id, _ in held] == [0, 0, 0]
+    # A node that hangs is found by its deadline all the same, when that has really come.
+    for _ in range(20):
+        clock.pass_(3)
+        for worker in workers_:
+            worker.work()
+    assert sorted(thread_id for worker in workers_ for thread_id in swept(worker)) == sorted(
+        thread_id for thread_id, _ in held
+    )
+    assert [row(store, thread_id)["last_death"] for thread_id, _ in held] == ["it overstayed its deadline"] * 3
+
+
+def test_a_thread_that_was_due_when_the_clock_was_set_back_is_due_all_the_same(fleet, clock):
+    worker = fleet()
+    thread_id = created(worker._store)
+    for _ in range(3):
+        clock.pass_(3)
+        worker.work()
+    clock.database -= 3600
+    assert swept(worker) == []
+    clock.pass_(3)
+    worker.work()
+    assert swept(worker) == [thread_id]

@@ -4,8 +4,11 @@ from __future__ import annotations
 
 import contextlib
 from collections import Counter
+from concurrent.futures import ThreadPoolExecutor
 
 import kombu
+import pytest
+from amqp.exceptions import MessageNacked
 
 import keepstep
 from keepstep import broker
@@ -13,7 +16,15 @@ from keepstep.ids import new_id
 from tests.worker.deployment import deployed, eventually
 
 
-def test_a_broker_emptied_with_threads_in_flight_loses_none(served, redis_server):
+@pytest.fixture(params=["redis", "rabbitmq"])
+def on_a_server(request):
+    """A deployment on each of the two servers, and the server."""
+    name = {"redis": "served", "rabbitmq": "served_by_rabbitmq"}[request.param]
+    return request.getfixturevalue(name), request.getfixturevalue(f"{request.param}_server")
+
+
+def test_a_broker_emptied_with_threads_in_flight_loses_none(on_a_server):
+    served, broker_server = on_a_server
     worker = served.worker(concurrency=2)
     running, queued = [f"h{n}" for n in range(2)], [f"t{n}" for n in range(10)]
     backing_off, waiting = [f"r{n}" for n in range(3)], [f"w{n}" for n in range(3)]
@@ -27,7 +38,7 @@ def test_a_broker_emptied_with_threads_in_flight_loses_none(served, redis_server
         served.started(f"{thread} hold")
     served.start("chain", *queued)
 
-    redis_server.flush()
+    broker_server.flush()
     served.touch("release")
     for (approval,) in served.query("SELECT id FROM keepstep_approval WHERE status = 'open'"):
         served.client.approve(approval, by="anna")
@@ -108,7 +119,8 @@ def test_a_database_that_is_away_delays_commands_and_loses_none(
         assert worker.process.poll() is None
 
 
-def test_a_bad_message_is_rejected_and_the_next_one_is_taken(deployment):
+def test_a_bad_message_is_rejected_and_the_next_one_is_taken(on_each_broker):
+    deployment = on_each_broker
     worker = deployment.worker(concurrency=1)
     settings = deployment.settings
     replies = broker.replies_queue(broker.replies_prefix(settings.queue) + new_id())
@@ -142,8 +154,87 @@ def test_a_bad_message_is_rejected_and_the_next_one_is_taken(deployment):
         ("bad-3", "refused", "unsupported_version"),
         ("bad-4", "refused", "invalid_message"),
     ]
-    assert [event["command_id"] for event in worker.events("command_refused")] == ["bad-1", "bad-2", "bad-3", "bad-4"]
+    refused = [event["command_id"] for event in worker.events("command_refused")]
+    assert [command_id for command_id in refused if command_id] == ["bad-1", "bad-2", "bad-3", "bad-4"]
     assert deployment.statuses() == {"t": "done"}
+
+
+@pytest.mark.parametrize("lost", ["message", "answer of the broker", "reply of the worker"])
+def test_a_start_whose_message_or_answer_is_lost_makes_one_run(served, redis_proxy, redis_server, lost):
+    served.worker(concurrency=1)
+    through = f"redis://127.0.0.1:{redis_proxy.port}/0"
+    with keepstep.Client(broker=through, confirm=True, timeout=30) as client:
+        client.start("quick", "before", {})
+        if lost == "message":
+            redis_proxy.lose_request(b"LPUSH")
+        elif lost == "answer of the broker":
+            redis_proxy.lose_reply(b"LPUSH")
+        else:
+            redis_proxy.lose_reply(b"BRPOP")
+        receipt = client.start("quick", "once", {}, request_id="order-7")
+        assert redis_proxy.lost.wait(10)
+        # Sent again by somebody who heard nothing of it at all: it is the same request.
+        again = client.start("quick", "once", {}, request_id="order-7")
+    served.ended("before", "once")
+
+    assert again.accepted(timeout=20).run_id == receipt.accepted(timeout=20).run_id
+    assert served.query("SELECT count(*) FROM keepstep_run WHERE request_id = 'order-7'") == [(1,)]
+    assert served.counts("starts") == Counter({"before once": 1, "once once": 1})
+    audit = "SELECT count(*) FROM keepstep_audit a JOIN keepstep_thread t ON t.id = a.thread_id WHERE t.name = 'once'"
+    assert served.query(audit) == [(1,)]
+
+
+def test_a_message_that_the_broker_has_lost_is_sent_again_by_who_waits_for_its_answer(served, redis_server):
+    # Nobody is there to take it when the broker loses everything.
+    with keepstep.Client(settings=served.settings, confirm=True, timeout=60) as client, ThreadPoolExecutor(1) as pool:
+        waiting = pool.submit(client.start, "quick", "once", {})
+        with contextlib.closing(redis_server.client()) as redis:
+            eventually(lambda: redis.llen("keepstep.commands") == 1, what="the message")
+        redis_server.flush()
+        served.worker(concurrency=1)
+        receipt = waiting.result(60)
+    served.ended("once")
+    assert receipt.accepted(timeout=1).duplicate is False
+    assert served.counts("starts") == Counter({"once once": 1})
+
+
+def test_nudges_of_another_format_are_dropped_and_their_threads_found(deployment):
+    worker = deployment.worker(concurrency=1)
+    settings = deployment.settings
+    deployment.start("held", "h")
+    deployment.holding("h")
+    [(thread_id, version)] = deployment.query("SELECT id, version FROM keepstep_thread")
+    arguments = [
+        ("keepstep.step", [thread_id, version, {"format": 2}]),
+        ("keepstep.step", ["nobody", "no number"]),
+        ("keepstep.step_of_the_next_release", [thread_id]),
+        ("keepstep.node", []),
+    ]
+    with broker.connection(settings.broker, commands=False, queue=settings.queue) as connection:
+        producer = kombu.Producer(connection.channel())
+        for task, args in arguments:
+            producer.publish(
+                [args, {}, {}],
+                routing_key=broker.nudges_name(settings.queue, "held@1"),
+                headers={"task": task, "id": new_id(), "lang": "py", "argsrepr": "", "kwargsrepr": ""},
+                serializer="json",
+            )
+    deployment.touch("release")
+    deployment.start("quick", "q")
+    deployment.ended("h", "q")
+
+    assert deployment.counts("starts") == Counter({"h before": 1, "h hold": 1, "h after": 1, "q once": 1})
+    assert worker.process.poll() is None
+    assert worker.events("child_lost") == []
+
+
+def accepts(producer, queue):
+    """Send what is not even answered; RabbitMQ refuses it while the new queue has no leader yet."""
+    try:
+        producer.publish(b"{}", routing_key=queue.name, declare=[queue])
+    except MessageNacked:
+        return False
+    return True
 
 
 def drained(connection):

@@ -11,30 +11,52 @@ import pytest
 import structlog
 from celery.worker.request import Request
 
-from keepstep import broker
+from keepstep import blockage, broker
 from keepstep.settings import load
 from keepstep.store.leases import Nudge
 from keepstep.tasks.app import app
 from keepstep.tasks.publish import Publisher
 from tests.servers import free_port
+from tests.worker.deployment import eventually
 
 STEP = Nudge("step", "01k0000000000000000000thread", 7, "agent@1", 1)
 NODE = Nudge("node", "01k0000000000000000000thread", 8, "agent@1", 1, 3, "part#2")
 
 
-@pytest.fixture(params=["file", "redis"])
+@pytest.fixture(params=["file", "redis", "rabbitmq"])
 def settings(request, tmp_path):
-    url = f"file://{tmp_path}/broker" if request.param == "file" else request.getfixturevalue("redis_url")
+    url = f"file://{tmp_path}/broker" if request.param == "file" else request.getfixturevalue(f"{request.param}_url")
+    declare(url)
     return load(broker=url, queue="deployment")
+
+
+@pytest.fixture(params=["redis", "rabbitmq"])
+def proxied(request):
+    """A proxy, and the settings whose broker is reached through it."""
+    proxy = request.getfixturevalue(f"{request.param}_proxy")
+    url = f"redis://127.0.0.1:{proxy.port}/0"
+    if request.param == "rabbitmq":
+        url = request.getfixturevalue("proxied_rabbitmq_url")
+        declare(url)
+    return proxy, load(broker=url, queue="deployment")
+
+
+def declare(url):
+    """Make the queue where messages to one that is not there are dropped."""
+    if url.startswith("amqp://"):
+        with broker.connection(url, commands=False) as connection:
+            broker.nudges_queue(url, "deployment", "agent@1")(connection.channel()).declare()
 
 
 def received(settings, count):
     got = []
-    with broker.connection(settings.broker, commands=False, queue=settings.queue) as connection:
-        queue = broker.nudges_queue(settings.broker, settings.queue, "agent@1")
-        with kombu.Consumer(connection.channel(), [queue], on_message=got.append, no_ack=True):
-            while len(got) < count:
-                connection.drain_events(timeout=10)
+    queue = broker.nudges_queue(settings.broker, settings.queue, "agent@1")
+    with (
+        broker.connection(settings.broker, commands=False, queue=settings.queue) as connection,
+        kombu.Consumer(connection.channel(), [queue], on_message=got.append, no_ack=True),
+    ):
+        while len(got) < count:
+            connection.drain_events(timeout=10)
     return got
 
 
@@ -98,11 +120,11 @@ def test_a_child_publishes_on_a_connection_of_its_own(settings):
     ]
 
 
-def test_a_connection_that_died_unnoticed_is_replaced(redis_proxy):
-    settings = load(broker=f"redis://127.0.0.1:{redis_proxy.port}/0", queue="deployment")
+def test_a_connection_that_died_unnoticed_is_replaced(proxied):
+    proxy, settings = proxied
     publish = Publisher(settings)
     publish([STEP])
-    assert redis_proxy.cut() >= 1
+    assert proxy.cut() >= 1
 
     publish([NODE])
     publish.close()
@@ -110,8 +132,9 @@ def test_a_connection_that_died_unnoticed_is_replaced(redis_proxy):
     assert [message.headers["task"] for message in received(settings, 2)] == ["keepstep.step", "keepstep.node"]
 
 
-def test_a_broker_that_is_away_costs_a_line_and_bounded_time():
-    publish = Publisher(load(broker=f"redis://:secret@127.0.0.1:{free_port()}/0"))
+@pytest.mark.parametrize("scheme", ["redis", "amqp"])
+def test_a_broker_that_is_away_costs_a_line_and_bounded_time(scheme):
+    publish = Publisher(load(broker=f"{scheme}://u:secret@127.0.0.1:{free_port()}/0"))
     begun = time.monotonic()
 
     with structlog.testing.capture_logs() as lines:
@@ -124,10 +147,11 @@ def test_a_broker_that_is_away_costs_a_line_and_bounded_time():
     assert "secret" not in str(lines)
 
 
-def test_a_broker_that_is_frozen_costs_bounded_time(redis_proxy, monkeypatch):
-    publish = Publisher(load(broker=f"redis://127.0.0.1:{redis_proxy.port}/0"))
+def test_a_broker_that_is_frozen_costs_bounded_time(proxied):
+    proxy, settings = proxied
+    publish = Publisher(settings)
     publish([STEP])
-    redis_proxy.freeze()
+    proxy.freeze()
     begun = time.monotonic()
 
     with structlog.testing.capture_logs() as lines:
@@ -135,3 +159,41 @@ def test_a_broker_that_is_frozen_costs_bounded_time(redis_proxy, monkeypatch):
 
     assert time.monotonic() - begun < 20
     assert [line["event"] for line in lines] == ["nudges_left_to_sweep"]
+
+
+def test_a_rabbitmq_without_memory_is_given_up_at_once_and_on_one_connection(rabbitmq_url, rabbitmq_server):
+    declare(rabbitmq_url)
+    settings = load(broker=rabbitmq_url, queue="deployment")
+    publish = Publisher(settings)
+    publish([STEP])
+    rabbitmq_server.alarm()
+    begun = time.monotonic()
+
+    with structlog.testing.capture_logs() as lines:
+        for _ in range(10):
+            publish([NODE])
+
+    # Sooner than by a single time-out.
+    assert time.monotonic() - begun < 2
+    assert [(line["event"], line["error"], line["count"]) for line in lines] == [
+        ("nudges_left_to_sweep", "Blocked", 1)
+    ] * 10
+    assert rabbitmq_server.connections() == 1
+    rabbitmq_server.end_alarm()
+    eventually(lambda: blocked(publish) is False, what="the end of the blockage")
+    publish([STEP])
+    publish.close()
+    # The one that was being sent when the blockage began has arrived after it.
+    assert [message.headers["task"] for message in received(settings, 3)] == [
+        "keepstep.step",
+        "keepstep.node",
+        "keepstep.step",
+    ]
+
+
+def blocked(publish):
+    try:
+        blockage.check(publish._producer.channel)
+    except blockage.Blocked:
+        return True
+    return False

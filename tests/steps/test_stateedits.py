@@ -160,6 +160,26 @@ def test_an_edit_while_something_else_is_waited_for(timed, clock, kind):
     assert d.values()["log"] == ["went on with 2"]
 
 
+def test_an_edit_while_a_child_is_joined(deploy):
+    child, graph = asks(Outside(), name="child"), Graph("parent", state=State)
+
+    @graph.node
+    def lead(state, ctx):
+        [ended] = ctx.join(ctx.spawn(child, {"amount": "7"}))
+        return {"log": [f"{ended['log'][-1]}, now {state['count']}"]}
+
+    graph.edge(START, "lead")
+    graph.edge("lead", END)
+    d = deploy(graph, child)
+    d.start({"count": 1})
+    assert d.drain() == "waiting"
+    d.edit({"count": 2})
+    d.decide()
+    assert d.drain() == "done"
+    assert d.values()["log"] == ["approve 7, now 2"]
+    assert len(d.reader.threads(graph="child")) == 1
+
+
 def test_a_failed_step_is_mended_and_retried_under_its_key(deploy):
     outside = Outside()
     graph, pay = Graph("fails", state=State), paying(outside)

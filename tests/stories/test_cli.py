@@ -11,6 +11,7 @@ import subprocess
 import sys
 import time
 from collections.abc import Iterator
+from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 
 import pytest
@@ -37,6 +38,14 @@ class Terminal:
         process = subprocess.Popen(command, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True)
         self.running.append(process)
         return process
+
+    def rest(self, process: subprocess.Popen[str]) -> tuple[str, str]:
+        """Wait for a command's end; return what it printed since it was last read, on standard output and error."""
+        # `communicate` would pass over what `readline` has read ahead.
+        with ThreadPoolExecutor(2) as pool:
+            out, err = pool.map(lambda stream: stream.read(), (process.stdout, process.stderr))
+        process.wait(60)
+        return out, err
 
     def type(self, *arguments: str, code: int = 0) -> str:
         """Type a command; return what it prints on standard output, or on standard error when it fails."""
@@ -137,7 +146,7 @@ def test_an_operator_runs_an_agent_from_beginning_to_end(terminal):
     assert asked["to"] == ["money"]
     decide(terminal, asked)
 
-    out, err = start.communicate(timeout=60)
+    out, err = terminal.rest(start)
     assert start.returncode == 0, err
     assert re.search(r"^status +paid 10\.00 as anna said$", out, re.MULTILINE)
     assert re.search(rf"^big .*{2**64}", out, re.MULTILINE | re.DOTALL)
@@ -251,7 +260,7 @@ def test_threads_are_steered(laptop):
     assert laptop.type("resume", "h") == "h is resumed\n"
     assert laptop.ask("start", "held", "h", "--wait", "--timeout", "0.3", code=1)["ended"] is False
     assert laptop.type("cancel", "h", "--reason", "enough", "--by", "anna") == "h is cancelled\n"
-    _, err = queued.communicate(timeout=30)
+    _, err = laptop.rest(queued)
     assert queued.returncode == 1
     assert "cancelled" in err
 
@@ -344,7 +353,7 @@ def test_following_can_be_stopped_and_the_run_goes_on(laptop):
     following = laptop.begin("start", "held", "h", "--wait", "--confirm-timeout", "120")
     assert following.stderr.readline().split() == ["accepted", "held/h"]
     following.send_signal(signal.SIGINT)
-    out, err = following.communicate(timeout=30)
+    out, err = laptop.rest(following)
     assert (following.returncode, out) == (130, "")
     assert err.splitlines()[-1] == "no longer followed, but h goes on; look again: keepstep show h"
     (laptop.folder / "release").touch()

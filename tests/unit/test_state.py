@@ -625,3 +625,34 @@ def test_same_is_exact(one, other, expected):
 def test_a_command_line_has_nothing_but_texts(text, value):
     assert ORDER.initial({"count": text})["count"] == value
     assert type(ORDER.fitted({"count": text})["count"]) is int
+
+
+# --- edits ------------------------------------------------------------------------------------------------------------
+
+
+def test_an_edit_replaces_whole_values_past_the_reducers_and_leaves_the_others():
+    schema = StateSchema(Basket)
+    before = {"owner": "ann", "items": ["a"], "limit": 5, "total": 1, "sub\x1fitems": ["z"]}
+    kept = dict(before)
+    assert schema.edited(before, {"items": ["x", "y"], "limit": "7"}) == {**kept, "items": ["x", "y"], "limit": 7}
+    assert before == kept
+    with pytest.raises(StateError, match=r"^the edit does not fit Basket: \$\.items: "):
+        schema.edited(before, {"items": "x"})
+
+
+def test_an_edit_is_what_json_carries_for_the_keys_types():
+    edited = ORDER.edited({"id": "o-1"}, {"amount": "12.50", "client": {"name": "Ann", "age": 3}})
+    assert edited["amount"] == Decimal("12.50")
+    assert isinstance(edited["client"], Client)
+    kept = ORDER.edited({"id": "o-1"}, {"rows": [{"id": 1}]})
+    assert kept["id"] == "o-1"
+    with pytest.raises(StateError, match=r"^the edit does not fit Order: \$\.count: "):
+        ORDER.edited({}, {"count": [1]})
+
+
+def test_an_edit_knows_aliases_and_not_what_the_type_computes():
+    assert StateSchema(Account).edited({"owner": "a"}, {"accountOwner": "b"})["owner"] == "b"
+    with pytest.raises(StateError, match=r"\$\.total: the type computes this key itself"):
+        StateSchema(Basket).edited({}, {"total": 1})
+    with pytest.raises(StateError, match=r"\$\.onwer: unknown key .*; did you mean 'owner'"):
+        StateSchema(Account).edited({}, {"onwer": "b"})

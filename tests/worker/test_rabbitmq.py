@@ -25,6 +25,7 @@ def impatient(rabbitmq_server):
     rabbitmq_server.set(**before)
 
 
+@pytest.mark.timeout(240)  # RabbitMQ is started twice
 def test_a_broker_that_is_down_at_the_start_and_killed_under_load_loses_nothing(served_by_rabbitmq, rabbitmq_server):
     deployment = served_by_rabbitmq
     rabbitmq_server.kill()

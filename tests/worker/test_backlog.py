@@ -68,7 +68,9 @@ def test_a_flood_stays_in_its_rows_and_another_tenant_gets_through(flooded, redi
     assert max(lengths) <= 2 * bound  # the queue and the steps that follow those that were taken
     assert max(sizes[warm:]) - sizes[warm] < 30
     # Nudged and not begun: as many as the queue holds, and each of them once or twice.
-    nudged = flooded.query("SELECT count(*), coalesce(max(nudges), 0) FROM keepstep_thread WHERE seq < 0 AND nudges > 0")[0]
+    nudged = flooded.query(
+        "SELECT count(*), coalesce(max(nudges), 0) FROM keepstep_thread WHERE seq < 0 AND nudges > 0"
+    )[0]
     assert nudged[0] <= 2 * bound
     assert nudged[1] <= 3
     broker.close()

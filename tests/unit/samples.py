@@ -18,6 +18,13 @@ from pydantic import BaseModel, ConfigDict, Field, PrivateAttr, field_validator
 
 from keepstep.runtime.codec import Codec, TypeRegistry, view
 
+
+def shown(value: object) -> str:
+    """Return a value's name as a test's parameter: the same in every process, whatever order a set has there."""
+    members = sorted(map(repr, value)) if isinstance(value, set | frozenset) else None
+    return repr(value) if members is None else f"{type(value).__name__} {', '.join(members)}"
+
+
 T = TypeVar("T")
 FORMATS = ("msgpack", "json")
 LIMIT = 1_000_000

@@ -40,6 +40,7 @@ from tests.unit.samples import (
     Priority,
     assert_exact,
     canonical,
+    shown,
 )
 
 
@@ -89,7 +90,7 @@ def codec(request):
         {1.0: "float"},
         {math.inf: -math.inf},
     ],
-    ids=repr,
+    ids=shown,
 )
 def test_builtin_values_round_trip_exactly(codec, value):
     assert_exact(codec, value)
@@ -187,7 +188,7 @@ def test_decimals_keep_their_exponent_sign_and_kind(codec, text):
         uuid.UUID("12345678-1234-5678-1234-567812345678"),
         msgspec.UNSET,
     ],
-    ids=repr,
+    ids=shown,
 )
 def test_scalars_round_trip_exactly(codec, value):
     assert_exact(codec, value)

@@ -40,6 +40,7 @@ from tests.unit.samples import (
     Row,
     assert_exact,
     canonical,
+    shown,
 )
 
 
@@ -264,7 +265,7 @@ def test_a_zone_key_cannot_leave_the_zones():
         {"$": [], "v": 1},
         {"$": "Invoice", "v": {"stage": 1}, "set": 5},
     ],
-    ids=repr,
+    ids=shown,
 )
 def test_an_envelope_that_nobody_wrote_is_corrupt(envelope):
     with pytest.raises(HistoryCorrupt, match=r"^stored data cannot be read: \w+$"):

@@ -19,6 +19,7 @@ from pydantic import BaseModel
 from keepstep.errors import HistoryCorrupt
 from keepstep.runtime.codec import Codec, TypeRegistry, private_copy
 from keepstep.runtime.delta import apply, change, same
+from tests.unit.samples import shown
 
 
 class Color(Enum):
@@ -43,6 +44,9 @@ class Opaque:
         return True
 
     __hash__ = None
+
+    def __repr__(self) -> str:
+        return "Opaque()"
 
 
 NEW_YEAR = dt.datetime(2027, 1, 1)  # noqa: DTZ001  a naive one is a value too
@@ -83,7 +87,7 @@ def test_what_did_not_change_is_not_written():
         ([1], {"a": 1}, ["set", {"a": 1}]),
         ([1], "1", ["set", "1"]),
     ],
-    ids=repr,
+    ids=shown,
 )
 def test_the_smallest_safe_operation_is_written(old, new, operation):
     changed = change({"k": old}, {"k": new})
@@ -125,7 +129,7 @@ def test_the_smallest_safe_operation_is_written(old, new, operation):
         (Model(x=None), Model()),
         (Opaque(), Opaque()),
     ],
-    ids=repr,
+    ids=shown,
 )
 def test_what_is_only_equal_is_not_the_same(first, second):
     assert not same(first, second)
@@ -146,7 +150,7 @@ def test_what_is_only_equal_is_not_the_same(first, second):
         dt.datetime(2027, 10, 31, 2, 30, tzinfo=ZoneInfo("Europe/Berlin"), fold=1),
         dt.datetime(2027, 1, 1, tzinfo=dt.timezone(dt.timedelta(hours=1), "CET")),
     ],
-    ids=repr,
+    ids=shown,
 )
 def test_what_came_back_from_the_store_is_the_same(value):
     assert same(value, CODEC.decode(CODEC.encode(value)))
@@ -248,7 +252,7 @@ def test_a_change_gives_exactly_the_new_channels(step):
         "set",
         None,
     ],
-    ids=repr,
+    ids=shown,
 )
 def test_a_change_that_does_not_fit_is_corrupt(operation):
     with pytest.raises(HistoryCorrupt, match="a stored change does not fit the state before it"):

@@ -67,13 +67,15 @@ _RENEW = Statement(
 
 
 def _move_deadlines(table: Table) -> Statement:
-    moved, longest = table.c.lease_deadline + cast(param("seconds"), FloatType), db_now() + table.c.lease_seconds
+    seconds, longest = cast(param("seconds"), FloatType), db_now() + table.c.lease_seconds
+    # One that was taken since the clock was set has the new time already, and cannot be told from one that is older.
+    # Set forward, that one gets no more than a whole lease; set back, nobody loses what he may have had.
+    moved = table.c.lease_deadline + case((seconds > 0, seconds), else_=0.0)
     return Statement(
         lambda _dialect: (
             update(table)
             .where(table.c.status == READY, table.c.lease_worker == param("worker"))
-            # One that was taken since the clock was set has the new time already. The sweep may have put the row off
-            # until the old deadline: it must look again.
+            # The sweep may have put the row off until the old deadline: it must look again.
             .values(lease_deadline=case((moved < longest, moved), else_=longest), next_nudge_at=db_now())
         )
     )
@@ -190,7 +192,7 @@ def renew(
     `clock_skew` is what it measured from the time that its last renewal returned.
 
     `clock_was_set` says from the database's time by how many seconds that was set since the last renewal, 0 if it was
-    not. The deadlines of the worker's leases are then set by as much, in the same transaction: nobody finds this worker
+    not. The deadlines of the worker's leases then follow, in the same transaction: nobody finds this worker
     alive and its leases run out.
     """
     with store.transaction() as transaction:

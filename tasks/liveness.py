@@ -93,16 +93,18 @@ class Liveness(Service):
         now, told_at = time.monotonic(), time.time()
         self._clock_skew = None if database_time is None else _skew(database_time, asked_at, told_at)
         if database_time is None:
-            self._steady_since = now
             self._registration.register(self._store)
             log.warning("worker_was_given_up", worker_id=worker_id)
-        elif set_by:
+            self._steady_since, self._database_ahead = now, None
+            self._renew()  # at once, so that a clock that is set from now on is noticed
+            return
+        if set_by:
             log.warning("database_clock_was_set", worker_id=worker_id, seconds=round(set_by, 1))
         if set_by < 0:
             workers.catch_up(self._store, window_seconds=self._window)
         if now - self._renewed_at > self._window:
             self._steady_since = now
-        self._database_ahead = ahead or self._database_ahead
+        self._database_ahead = ahead
         self._renewed_at = now
 
 

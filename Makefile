@@ -17,6 +17,8 @@ BIN := $(VENV)/bin
 PIP := $(BIN)/python -m pip --disable-pip-version-check -qq
 LINKS := build/typing/keepstep
 PYTEST_ARGS ?=
+# A file's tests stay together; each process has servers of its own. PYTEST_ARGS="-n 0" runs all of them in one.
+SPREAD := --numprocesses auto --maxprocesses 4 --dist loadfile
 BENCH_ARGS ?=
 CHAOS_ARGS ?=
 SEEDS ?= 2000
@@ -39,7 +41,7 @@ dev: $(VENV)/.installed $(LINKS) ## the environment in .venv: locked dependencie
 
 test: dev ## all tests, with PostgreSQL, Redis and RabbitMQ servers of their own
 	@$(call say,test,pytest $(PYTEST_ARGS))
-	@$(BIN)/python -m pytest $(PYTEST_ARGS)
+	@$(BIN)/python -m pytest $(SPREAD) $(PYTEST_ARGS)
 
 bench: dev ## the speed of steps against Celery's, as ratios of one run; BENCH_ARGS="--check --quick"; last line JSON
 	@$(BIN)/python -m benchmarks $(BENCH_ARGS)

@@ -20,6 +20,8 @@ import tempfile
 import time
 from pathlib import Path
 
+import psutil
+
 from tests.servers import free_port
 
 NO_RABBITMQ = "no RabbitMQ"
@@ -294,8 +296,10 @@ class RabbitMQServer:
         }
 
     def freeze(self) -> None:
-        """Let it accept connections and never answer."""
+        """Let it accept connections and never answer; it has stopped when this returns."""
         self._signal(signal.SIGSTOP)
+        while self._process is not None and psutil.Process(self._process.pid).status() != psutil.STATUS_STOPPED:
+            time.sleep(0.001)
 
     def thaw(self) -> None:
         """Let it go on after `freeze`."""

@@ -267,9 +267,13 @@ def test_threads_are_steered(laptop):
     shown = laptop.ask("show", "h")
     assert shown["thread"]["error"] == {"code": "cancelled", "message": "enough", "by": "anna"}
     assert laptop.ask("pause", "h", code=2)["error"]["code"] == "wrong_status"
-    assert laptop.ask("retry", "h", code=2)["error"]["code"] == "wrong_status"
     assert laptop.ask("signal", "nobody", "s", code=2)["error"]["code"] == "not_found"
+    # What was cancelled can be taken up again; the runs behind it were cancelled with it.
+    assert laptop.ask("retry", "h")["run_id"] == shown["thread"]["run"]
+    laptop.status("h", "ready")
     (laptop.folder / "release").touch()
+    laptop.status("h", "done")
+    assert laptop.ask("retry", "h", code=2)["error"]["code"] == "wrong_status"
     a_state_is_edited(laptop)
 
 

@@ -27,11 +27,12 @@ from keepstep.errors import (
 )
 from keepstep.ids import checked_name, new_id
 from keepstep.runtime import planner
+from keepstep.runtime.callids import CallIds
 from keepstep.runtime.compiled import CompiledGraph
-from keepstep.runtime.effects import Journal
 from keepstep.runtime.environment import Runtime
 from keepstep.runtime.graph import Graph
 from keepstep.runtime.history import restore
+from keepstep.runtime.journal import Journal
 from keepstep.runtime.outcome import Parked
 from keepstep.runtime.place import Place
 from keepstep.runtime.reader import plain_state
@@ -108,12 +109,9 @@ class ChildBook:
         self._priority = priority
         self._found: dict[str, ChildState] | None = None if load else {}
         self._by_run: dict[str, ChildState] | None = None
-        self._asked: set[str] = set()
-        self._under_way: set[str] = set()
+        self._ids: CallIds[None] = CallIds("a spawn key", Conflict)
         self._new: set[str] = set()
         self._compiled: dict[str, CompiledGraph] = {}
-        self._occurrences: dict[str, int] = {}
-        self._closed = False
         self._blocked: ThreadBlocked | None = None
         self._lock = threading.RLock()
         journal.beside = self.check_course
@@ -123,13 +121,12 @@ class ChildBook:
     def spawn(self, graph: Graph | str, given: object, thread: str | None, key: str | None) -> Child:
         """Return a child, started now or by an earlier attempt of the node run."""
         wish = self._wish(graph, given, thread)
-        call = self._reserved(wish, key)
+        call = self._ids.reserve(f"a child of graph {wish.graph!r}", wish.graph, wish.digest, key, None)
         try:
             with undisturbed():
                 found = self._spawned(call, wish, thread, key)
         finally:
-            with self._lock:
-                self._under_way.discard(call)
+            self._ids.end(call)
         if wish.compiled is not None:
             self._compiled[found.run_id] = wish.compiled
         return Child(found.agent, found.name, found.run_id)
@@ -151,32 +148,6 @@ class ChildBook:
         stored = codec.encode(given, path="$.input")
         parts = (name.encode(), b"" if thread is None else thread.encode(), stored)
         return _Wish(name, compiled, stored, hashlib.blake2b(b"\x1f".join(parts), digest_size=16).digest())
-
-    def _reserved(self, wish: _Wish, key: str | None) -> str:
-        """Return a spawn's id, under way from now on; see `Journal`."""
-        with self._lock:
-            if self._closed:
-                message = f"a child of graph {wish.graph!r} was asked for when the node had ended; nothing was started"
-                raise StepError(message)
-            if key is not None:
-                call = f"{wish.graph}:{checked_name('a spawn key', key)}"
-                if call in self._under_way:
-                    message = f"spawn key {key!r} of graph {wish.graph!r} is being used by another call of this node"
-                    raise Conflict(message)
-            else:
-                base = f"{wish.graph}:{wish.digest.hex()[:16]}"
-                occurrence = self._occurrences.get(base, 0)
-                if occurrence and f"{base}:{occurrence - 1}" in self._under_way:
-                    message = (
-                        f"two children of graph {wish.graph!r} are spawned at once with equal input; which is the "
-                        "first depends on timing: give each an explicit key=…"
-                    )
-                    raise Conflict(message)
-                self._occurrences[base] = occurrence + 1
-                call = f"{base}:{occurrence}"
-            self._asked.add(call)
-            self._under_way.add(call)
-            return call
 
     def _spawned(self, call: str, wish: _Wish, thread: str | None, key: str | None) -> ChildState:
         found = self._known().get(call)
@@ -321,7 +292,7 @@ class ChildBook:
         with self._lock:
             if self._blocked is not None:
                 raise self._blocked  # the node caught it; it is not the node's to decide
-            left = [state for call, state in self._known().items() if call not in self._asked]
+            left = [state for call, state in self._known().items() if call not in self._ids.asked]
         if left:
             message = (
                 f"before {before}: an earlier attempt of this node spawned child {left[0].name!r}, which this one has "
@@ -332,8 +303,7 @@ class ChildBook:
 
     def close(self) -> None:
         """Spawn nothing more: the node has ended."""
-        with self._lock:
-            self._closed = True
+        self._ids.close()
 
     def _known(self) -> dict[str, ChildState]:
         with self._lock:

@@ -22,8 +22,9 @@ import structlog
 from keepstep.errors import InvalidInput
 from keepstep.runtime.children import Child, ChildBook
 from keepstep.runtime.codec import Codec
-from keepstep.runtime.effects import Call, Journal, Lookup, Recorded, effect
+from keepstep.runtime.effects import effect
 from keepstep.runtime.graph import Graph
+from keepstep.runtime.journal import Call, Journal, Lookup, Recorded
 from keepstep.runtime.outcome import Parked
 from keepstep.runtime.place import Place
 from keepstep.runtime.waits import Decision, Question, Signal, WaitBook, gathered

@@ -29,9 +29,9 @@ from keepstep.runtime import planner, settlement
 from keepstep.runtime.children import ChildBook
 from keepstep.runtime.compiled import CompiledGraph, Node
 from keepstep.runtime.context import AsyncContext, Attempt, Context
-from keepstep.runtime.effects import Journal
 from keepstep.runtime.environment import Runtime
 from keepstep.runtime.history import Channels
+from keepstep.runtime.journal import Journal
 from keepstep.runtime.outcome import (
     Blocked,
     Done,

@@ -2,15 +2,16 @@
 
 from __future__ import annotations
 
+import json
 from typing import Any, NamedTuple
 
-from keepstep.errors import InvalidInput, NotFound, WrongStatus
+from keepstep.errors import EffectUnknown, InvalidInput, NotFound, WrongStatus
 from keepstep.runtime.environment import Runtime
 from keepstep.runtime.outcome import error_text
 from keepstep.store import effects, threads
 from keepstep.store.engine import Transaction
 from keepstep.store.leases import Nudge
-from keepstep.store.schema import BLOCKED
+from keepstep.store.schema import BLOCKED, FAILED
 from keepstep.store.threads import ThreadState
 
 HAPPENED, NOT_HAPPENED, GIVE_UP = "happened", "not_happened", "give_up"
@@ -49,7 +50,7 @@ def resolve(
         others = ", ".join(effects.unknown_of_thread(transaction, found.id)) or "none"
         text = f"thread {found.name!r} has no effect {key!r} (its effects without an outcome: {others})"
         raise NotFound(text)
-    _check(transaction, known, outcome, result)
+    _check(transaction, found, known, outcome, result)
     stored = runtime.plain_codec.encode(result, path="$.result") if outcome == HAPPENED else None
     error = error_text({"code": f"resolved_{outcome}", "message": reason or "", "by": by})
     effects.resolve(
@@ -64,9 +65,12 @@ def resolve(
     return Resolved(found, threads.retry(transaction, found, None) if found.status == BLOCKED else [])
 
 
-def _check(transaction: Transaction, known: effects.UnknownEffect, outcome: str, result: Any) -> None:
-    if known.state != effects.INTENT and known.resolved_by is None:
-        text = f"effect {known.name!r} is {known.state}: its outcome is known, there is nothing to resolve"
+def _check(
+    transaction: Transaction, found: ThreadState, known: effects.UnknownEffect, outcome: str, result: Any
+) -> None:
+    if known.state != effects.INTENT and not _may_be_said_again(found, known):
+        by = f", as {known.resolved_by} said" if known.resolved_by else ""
+        text = f"effect {known.name!r} is {known.state}{by}: its outcome is known, there is nothing to resolve"
         raise WrongStatus(text)
     if effects.is_under_way(transaction, known):
         text = f"effect {known.name!r} is being performed at this moment: wait for what comes of it"
@@ -74,3 +78,14 @@ def _check(transaction: Transaction, known: effects.UnknownEffect, outcome: str,
     if outcome != HAPPENED and result is not None:
         text = "$.result: only what happened has a result"
         raise InvalidInput(text)
+
+
+def _may_be_said_again(found: ThreadState, known: effects.UnknownEffect) -> bool:
+    """Tell whether a person's word may be taken back: as long as no node has gone on from it."""
+    if known.resolved_by is None:
+        return False
+    if known.state == effects.GIVEN_UP:
+        return found.status in {BLOCKED, FAILED}
+    # The result that was given did not fit, and the thread says so.
+    code = json.loads(found.error or "{}").get("code")
+    return known.state == effects.DONE and found.status == BLOCKED and code == EffectUnknown.code

@@ -96,6 +96,35 @@ def _next_tenant(table: Table) -> Statement:
 _KINDS = {"step": (_next_tenant(thread), _due(thread)), "node": (_next_tenant(node_run), _due(node_run))}
 
 
+def _due_now(table: Table) -> Statement:
+    where = [thread.c.id == param("thread_id")]
+    if table is node_run:
+        where = [node_run.c[name] == param(name) for name in ("thread_id", "seq", "run")]
+    return Statement(
+        lambda _dialect: (
+            update(table)
+            .where(
+                *where,
+                table.c.version == param("version"),
+                table.c.status == READY,
+                table.c.lease_nonce.is_(None),
+                table.c.due_at <= db_now(),
+            )
+            .values(next_nudge_at=db_now(), nudges=0)
+        )
+    )
+
+
+_DUE_NOW = {"step": _due_now(thread), "node": _due_now(node_run)}
+
+
+def withhold(store: Store, nudges: Iterable[Nudge]) -> None:
+    """Say that nudges were not published after all: the next look may pick what they are about."""
+    with store.transaction() as transaction:
+        for nudge in sorted(nudges):  # in one order, as two may withhold the same
+            transaction.run(_DUE_NOW[nudge.kind], nudge._asdict())
+
+
 @dataclass(slots=True)
 class Admitted:
     """What one look found."""

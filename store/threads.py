@@ -51,6 +51,7 @@ class ThreadState(NamedTuple):
     graph_version: str
     queue: str
     priority: int
+    error: str | None
 
 
 class RunState(NamedTuple):

@@ -27,9 +27,12 @@ class Room:
         *,
         concurrency: int,
         nudges_max: int,
+        withheld: Callable[[Sequence[Nudge]], None],
         clock: Callable[[], float] = time.monotonic,
     ) -> None:
+        """`withheld` is told the nudges that there is no room for: admission has to find them soon."""
         self._publisher = publisher
+        self._withheld = withheld
         self._clock = clock
         self._lock = threading.Lock()
         self._least = min(_PER_CHILD * concurrency, nudges_max)
@@ -66,8 +69,11 @@ class Room:
     def publish(self, nudges: Sequence[Nudge]) -> None:
         """Publish the nudges that there is room for; admission finds the others."""
         with self._lock:
-            fitting = [nudge for nudge in nudges if self._has_room(nudge.queue) and self._take(nudge.queue) >= 0]
-        self._publisher(fitting)
+            fits = [self._has_room(nudge.queue) and self._take(nudge.queue) >= 0 for nudge in nudges]
+        self._publisher([nudge for nudge, fit in zip(nudges, fits, strict=True) if fit])
+        withheld = [nudge for nudge, fit in zip(nudges, fits, strict=True) if not fit]
+        if withheld:
+            self._withheld(withheld)
 
     def publish_admitted(self, nudges: Sequence[Nudge]) -> None:
         """Publish nudges that were picked for the room that was left."""

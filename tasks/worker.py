@@ -25,7 +25,7 @@ from keepstep.errors import DatabaseUnavailable, InvalidSettings, KeepstepError
 from keepstep.runtime.compiled import CompiledGraph
 from keepstep.runtime.environment import Runtime
 from keepstep.settings import Settings
-from keepstep.store import migrate, workers
+from keepstep.store import admission, migrate, workers
 from keepstep.store.engine import Store
 from keepstep.store.leases import Nudge, Owner, queue_of
 from keepstep.tasks import carried, logs, process
@@ -88,9 +88,11 @@ class KeepstepStep(bootsteps.StartStopStep):
             [queue_of(*key) for key in graphs],
             concurrency=parent.concurrency,
             nudges_max=settings.queue_nudges_max,
+            withheld=self._withheld,
         )
+        self._sweeper = Sweeper(settings, graphs.values(), worker_id, liveness, room)
         self._receiving: list[Service] = [
-            Sweeper(settings, graphs.values(), worker_id, liveness, room),
+            self._sweeper,
             Commands(settings, _own_runtime(settings, graphs, worker_id, room.publish)),
         ]
         self._living: list[Service] = [liveness]
@@ -107,6 +109,14 @@ class KeepstepStep(bootsteps.StartStopStep):
             concurrency=parent.concurrency,
             database=self._store.shown,
         )
+
+    def _withheld(self, nudges: Sequence[Nudge]) -> None:
+        """Leave to admission what the queues have no room for, and have it look at once."""
+        try:
+            admission.withhold(self._store, nudges)
+        except DatabaseUnavailable as error:  # admission finds it, a few seconds later
+            log.info("left_to_sweep", reason=error.message)
+        self._sweeper.wake()
 
     def start(self, parent: Any) -> None:
         """Start the services."""

@@ -150,7 +150,7 @@ MUTANTS = (
     Mutant(
         "intent, then call",
         "no intent is recorded",
-        "runtime/effects.py",
+        "runtime/journal.py",
         (
             (
                 "        if declared.idempotent:\n            return call\n        self.check_course",
@@ -162,7 +162,7 @@ MUTANTS = (
     Mutant(
         "intent, then call",
         "the intent is recorded after the call",
-        "runtime/effects.py",
+        "runtime/journal.py",
         (
             (
                 "        self._store.patiently(\n            lambda: journal.begin(",
@@ -185,14 +185,14 @@ MUTANTS = (
     Mutant(
         "intent, then call",
         "an intent without a result is begun again",
-        "runtime/effects.py",
+        "runtime/journal.py",
         (("if found.state == journal.INTENT and not declared.idempotent:", "if False:"),),
         (_EFFECTS + "an_intent_without_a_result_blocks[sqlite]",),
     ),
     Mutant(
         "the divergence check",
         "a retry may leave out what was done",
-        "runtime/effects.py",
+        "runtime/journal.py",
         (("        if left:\n            message = (\n", "        if False:\n            message = (\n"),),
         (_EFFECTS + "a_retry_that_goes_another_way_blocks", "-k", "sqlite"),
     ),
@@ -206,7 +206,7 @@ MUTANTS = (
     Mutant(
         "the divergence check",
         "a recorded result is given to a call with other arguments",
-        "runtime/effects.py",
+        "runtime/journal.py",
         (("        if bytes(found.arguments_digest) != digest:\n", "        if False:\n"),),
         (_EFFECTS + "one_key_for_two_commands_is_refused[sqlite]",),
     ),
@@ -486,7 +486,7 @@ MUTANTS = (
     Mutant(
         "children",
         "a retry may leave out a child",
-        "runtime/effects.py",
+        "runtime/journal.py",
         (("        self.beside(before)\n", ""),),
         (_CHILDREN + "a_retry_that_goes_another_way_is_blocked[nothing-plain]",),
     ),

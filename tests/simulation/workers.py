@@ -12,7 +12,7 @@ from keepstep.errors import DatabaseUnavailable
 from keepstep.runtime.compiled import CompiledGraph
 from keepstep.runtime.environment import Runtime
 from keepstep.store import workers
-from keepstep.store.admission import Admission
+from keepstep.store.admission import Admission, withhold
 from keepstep.store.leases import Owner, queue_of
 from keepstep.tasks.forkgate import Gate
 from keepstep.tasks.liveness import Liveness
@@ -178,6 +178,7 @@ class SimulatedWorker:
                 [queue_of(*key) for key in self.graphs],
                 concurrency=len(self.children),
                 nudges_max=ROOM_MAX,
+                withheld=lambda nudges: withhold(world.store, nudges),
                 clock=world.monotonic,
             ),
             _store=world.store,

@@ -19,6 +19,7 @@ class Broker:
         self.lengths = Counter()
         self.is_up = True
         self.looks = 0
+        self.withheld = []
 
     def __call__(self, nudges):
         self.lengths.update(nudge.queue for nudge in nudges)
@@ -48,7 +49,7 @@ def clock():
 
 @pytest.fixture
 def room(broker, clock):
-    return Room(broker, [A, B], concurrency=2, nudges_max=100, clock=clock)
+    return Room(broker, [A, B], concurrency=2, nudges_max=100, withheld=broker.withheld.extend, clock=clock)
 
 
 def nudges(queue, count):
@@ -64,6 +65,7 @@ def test_a_queue_holds_a_few_nudges_for_each_child(room, broker):
 def test_what_does_not_fit_is_left(room, broker):
     room.publish([*nudges(A, 20), *nudges(B, 3)])
     assert broker.lengths == {A: 8, B: 3}
+    assert broker.withheld == nudges(A, 20)[8:]
 
 
 def test_a_queue_of_another_workers_graph_is_measured_as_well(room, broker):

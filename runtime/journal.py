@@ -1,0 +1,366 @@
+"""Effects: done once, or known to be unknown.
+
+Every call to the outside has an idempotency key that is the same on every retry: step key, node run, and the call's own
+id. A recorded result is returned and nothing is called. An effect that is safe to repeat (`idempotent`) is called and
+its result recorded: one write. Any other is at risk: an intent is recorded first, under the lease, and of an intent
+without a result whose owner is gone nobody here knows whether it happened. Then the outside is asked, when the effect
+says how (`lookup`); otherwise the thread blocks until a person says.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import json
+import threading
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass
+from typing import Any, NoReturn
+
+from pydantic import TypeAdapter, ValidationError
+
+from keepstep.crashpoints import reach
+from keepstep.errors import (
+    Diverged,
+    EffectConflict,
+    EffectGivenUp,
+    EffectPending,
+    EffectUnknown,
+    NodeTimeout,
+    ThreadBlocked,
+)
+from keepstep.runtime.callids import CallIds
+from keepstep.runtime.codec import Codec
+from keepstep.runtime.effects import (
+    NOT_DONE,
+    EffectDeclaration,
+    annotated_types,
+    arguments_digest,
+    by_name,
+    declaration_of,
+    result_type,
+    wants_key,
+)
+from keepstep.runtime.outcome import described, error_text
+from keepstep.runtime.watchdog import undisturbed
+from keepstep.store import effects as journal
+from keepstep.store.effects import EffectKey, EffectState
+from keepstep.store.engine import Store
+from keepstep.store.leases import Fence
+
+
+@dataclass(frozen=True, slots=True)
+class Recorded:
+    """An effect that has happened: its result as it was."""
+
+    result: Any
+
+
+@dataclass(frozen=True, slots=True)
+class Lookup:
+    """An effect that may have happened: the outside is to be asked before anything else."""
+
+    call: Call
+    found: EffectState
+    ask: Callable[..., Any]
+    """To be called as the effect would be, with `extra`."""
+    extra: Mapping[str, Any]
+
+
+@dataclass(frozen=True, slots=True)
+class Call:
+    """An effect to be performed now."""
+
+    key: EffectKey
+    declared: EffectDeclaration
+    digest: bytes
+    codec: Codec
+    extra: Mapping[str, Any]
+    """The idempotency key, for a function that takes one."""
+    arguments: bytes | None = None
+    """Of an effect at risk, for whoever may have to find out whether it happened."""
+    returns: Any = None
+    """What the function's annotation says it returns; None: nothing."""
+
+
+class Journal:
+    """The effects of one attempt of a node run: those its earlier attempts left, and those it asks for."""
+
+    def __init__(
+        self,
+        store: Store,
+        fence: Fence,
+        *,
+        tenant: str,
+        step: str,
+        run: str,
+        codec: Codec,
+        load: bool,
+        remaining: Callable[[], float],
+    ) -> None:
+        self._store = store
+        self._fence = fence
+        self._tenant = tenant
+        self._step = step
+        self._run = run
+        self._codec = codec
+        self._remaining = remaining
+        self._found: dict[str, EffectState] | None = None if load else {}
+        self._ids: CallIds[EffectDeclaration] = CallIds("an effect key", EffectConflict)
+        self._blocked: ThreadBlocked | EffectPending | None = None
+        self.beside: Callable[[str], None] = lambda _before: None
+        """Checks what else an earlier attempt has done that this one must ask for again (see `check_course`)."""
+        self._lock = threading.RLock()
+
+    # --- performing -------------------------------------------------------------------------------------------------
+
+    def begin(
+        self, function: Callable[..., Any], arguments: tuple[Any, ...], named: Mapping[str, Any], key: str | None
+    ) -> Recorded | Lookup | Call:
+        """Return an effect's recorded result, or the call to be made, its intent recorded when it is at risk.
+
+        A `Lookup` is to be asked first, and its answer given to `looked_up`, which returns one of the other two.
+        """
+        declared = declaration_of(function)
+        codec = self._codec.including(*annotated_types(function))
+        values = by_name(function, arguments, named)
+        digest = arguments_digest(function, values, codec, declared.name)
+        id_ = self._ids.reserve(f"effect {declared.name!r}", declared.name, digest, key, declared)
+        extra = {"idempotency_key": f"{self._step}/{self._run}/{id_}"}
+        call = Call(
+            EffectKey(self._fence.thread_id, self._step, self._run, id_),
+            declared,
+            digest,
+            codec,
+            extra if wants_key(function) else {},
+            None if declared.idempotent else codec.encode(values, path=f"${declared.name}"),
+            result_type(function),
+        )
+        return self._kept_under_way(call, lambda: self._begun(call, key, extra))
+
+    def _kept_under_way(self, call: Call, begin: Callable[[], Recorded | Lookup | Call]) -> Recorded | Lookup | Call:
+        """Begin a call; unless it is to be made now, it is no longer under way."""
+        begun: Recorded | Lookup | Call | None = None
+        try:
+            with undisturbed():
+                begun = begin()
+        finally:
+            if begun is None or isinstance(begun, Recorded):
+                self._ids.end(call.key.call)
+        return begun
+
+    def _begun(self, call: Call, key: str | None, extra: Mapping[str, Any]) -> Recorded | Lookup | Call:
+        declared = call.declared
+        found = self._known().get(call.key.call)
+        if found is not None:
+            self._same_call(found, declared, call.digest, key)
+            if found.state == journal.DONE:
+                return self._recorded(call, found)
+            if found.state == journal.GIVEN_UP:
+                message = f"effect {found.name!r} was given up by {found.resolved_by}: {_reason(found)}"
+                raise EffectGivenUp(message)
+            if found.state == journal.INTENT and not declared.idempotent:
+                if declared.lookup is None:
+                    self._unknown(found)
+                return Lookup(call, found, declared.lookup, extra if wants_key(declared.lookup) else {})
+        return self._intended(call)
+
+    def _intended(self, call: Call) -> Call:
+        """Record the intent of a call that is at risk: from then on it may have happened."""
+        declared = call.declared
+        if declared.idempotent:
+            return call
+        self.check_course(before=f"effect {declared.name!r}")
+        remaining = self._remaining()
+        if remaining <= 0:
+            message = f"effect {declared.name!r} was not begun: the node's time is over"
+            raise NodeTimeout(message)
+        reach("before_intent", call.key.call)
+        self._store.patiently(
+            lambda: journal.begin(
+                self._store,
+                self._fence,
+                call.key,
+                tenant=self._tenant,
+                name=declared.name,
+                arguments_digest=call.digest,
+                arguments=call.arguments,
+                seconds=remaining,
+            )
+        )
+        reach("after_intent", call.key.call)
+        return call
+
+    def _recorded(self, call: Call, found: EffectState) -> Recorded:
+        if found.resolved_by is None:
+            return Recorded(call.codec.decode(found.result or b""))
+        # A person wrote it as JSON: it becomes what the function would have returned.
+        given = call.codec.decode(found.result or b"")
+        try:
+            return Recorded(given if call.returns is None else TypeAdapter(call.returns).validate_python(given))
+        except ValidationError as error:
+            problem = error.errors(include_input=False, include_url=False)[0]
+            path = "".join(f"[{part}]" if isinstance(part, int) else f".{part}" for part in problem["loc"])
+            message = (
+                f"effect {found.name!r} ({self._step}/{self._run}/{found.call}): the result that {found.resolved_by} "
+                f"gave is not what it returns: ${path}: {problem['msg']}; resolve it again"
+            )
+            self._blocked = EffectUnknown(message)
+            raise self._blocked from None
+
+    # --- asking the outside -----------------------------------------------------------------------------------------
+
+    def looked_up(self, lookup: Lookup, answer: object) -> Recorded | Call:
+        """Go on with what the outside answered: the result, or `NOT_DONE`.
+
+        Raises `EffectPending` when it has not happened and still may.
+        """
+        begun = self._kept_under_way(lookup.call, lambda: self._answered(lookup, answer))
+        assert not isinstance(begun, Lookup)  # noqa: S101  for the type checker: see `_answered`
+        return begun
+
+    def _answered(self, lookup: Lookup, answer: object) -> Recorded | Call:
+        call, found = lookup.call, lookup.found
+        if answer is NOT_DONE:
+            left = found.seconds_left + call.declared.settling_seconds
+            if left > 0:
+                message = f"effect {found.name!r} has not happened and still may: asked again in {left:.0f} s"
+                self._blocked = EffectPending(message, seconds=left)
+                raise self._blocked
+            return self._intended(call)
+        stored = call.codec.encode(answer, path=f"${call.declared.name}.result")
+        self._store.patiently(
+            lambda: journal.finish(self._store, found.nonce, call.key, state=journal.DONE, result=stored)
+        )
+        self._ended(call, journal.DONE, stored)
+        return Recorded(answer)
+
+    def not_looked_up(self, lookup: Lookup, error: Exception) -> NoReturn:
+        """Give up on a lookup that failed: whether the effect happened stays unknown."""
+        self._ids.end(lookup.call.key.call)
+        text = f"{type(error).__name__}: {error}"[:300]
+        message = f"{self._told(lookup.found)}, and asking the outside failed: {text}"
+        unknown = EffectUnknown(message)
+        unknown.asking_failed = error
+        self._blocked = unknown
+        raise unknown from error
+
+    # --- what came of it --------------------------------------------------------------------------------------------
+
+    def succeed(self, call: Call, result: object) -> Any:
+        """Record an effect's result and return it.
+
+        When the result cannot be stored the intent stays without one: it did happen, and a retry must not repeat it.
+        """
+        reach("after_call", call.key.call)
+        with undisturbed():
+            self._succeeded(call, result)
+        reach("after_result", call.key.call)
+        return result
+
+    def _succeeded(self, call: Call, result: object) -> None:
+        stored = call.codec.encode(result, path=f"${call.declared.name}.result")
+        if call.declared.idempotent:
+            self._store.patiently(
+                lambda: journal.record(
+                    self._store,
+                    self._fence,
+                    call.key,
+                    tenant=self._tenant,
+                    name=call.declared.name,
+                    arguments_digest=call.digest,
+                    result=stored,
+                )
+            )
+        else:
+            self._store.patiently(
+                lambda: journal.finish(self._store, self._fence.nonce, call.key, state=journal.DONE, result=stored)
+            )
+        self._ended(call, journal.DONE, stored)
+
+    def fail(self, call: Call, error: BaseException) -> None:
+        """Record that an effect failed: a known failure, which a retry of the node may try again."""
+        with undisturbed():
+            self._failed(call, error)
+
+    def _failed(self, call: Call, error: BaseException) -> None:
+        if not call.declared.idempotent:
+            text = error_text(described(error))
+            self._store.patiently(
+                lambda: journal.finish(self._store, self._fence.nonce, call.key, state=journal.FAILED, error=text)
+            )
+        self._ended(call, journal.FAILED, None)
+
+    def check_settled(self) -> None:
+        """Raise `EffectUnknown` when this attempt left an effect at risk without an outcome, whoever caught why."""
+        left = [call for call, declared in list(self._ids.under_way.items()) if not declared.idempotent]
+        if left:
+            message = f"effect {left[0]} was begun and its outcome could not be recorded: it may have happened"
+            raise EffectUnknown(message)
+
+    def close(self) -> None:
+        """Begin nothing more: the node has ended."""
+        self._ids.close()
+
+    def check_course(self, *, before: str) -> None:
+        """Raise `Diverged` when an earlier attempt did something at risk that this one has not asked for again.
+
+        Checked before a new effect at risk and when the node ends or parks: the attempt went another way, and what the
+        earlier one did may have to be undone by a person.
+        """
+        with self._lock:
+            if self._blocked is not None:
+                raise self._blocked  # the node caught it; it is not the node's to decide
+            left = [
+                state
+                for call, state in self._known().items()
+                if state.at_risk and state.state != journal.FAILED and call not in self._ids.asked
+            ]
+        if left:
+            message = (
+                f"an earlier attempt did {left[0].name!r} ({left[0].call}), which this one has not asked for before "
+                f"{before}: the retry goes another way than the attempt before it"
+            )
+            self._blocked = Diverged(message)
+            raise self._blocked
+        self.beside(before)
+
+    # --- keys --------------------------------------------------------------------------------------------------------
+
+    def _known(self) -> dict[str, EffectState]:
+        with self._lock:
+            if self._found is None:
+                states = journal.of_run(self._store, self._fence.thread_id, self._step, self._run)
+                self._found = {state.call: state for state in states}
+            return self._found
+
+    def _ended(self, call: Call, state: str, result: bytes | None) -> None:
+        known, name, at_risk = self._known(), call.declared.name, int(not call.declared.idempotent)
+        with self._lock:
+            self._ids.end(call.key.call)
+            # A second call under the same explicit key in this attempt finds what the first one left.
+            known[call.key.call] = EffectState(
+                call.key.call, name, state, at_risk, call.digest, result, None, self._fence.nonce, 1
+            )
+
+    def _same_call(self, found: EffectState, declared: EffectDeclaration, digest: bytes, key: str | None) -> None:
+        if bytes(found.arguments_digest) != digest:
+            message = (
+                f"effect key {key!r} of {declared.name!r} was used with other arguments before; nothing was called"
+            )
+            raise EffectConflict(message)
+
+    def _unknown(self, found: EffectState) -> NoReturn:
+        self._blocked = EffectUnknown(self._told(found))
+        raise self._blocked
+
+    def _told(self, found: EffectState) -> str:
+        return (
+            f"effect {found.name!r} ({self._step}/{self._run}/{found.call}) was begun by an attempt that is gone and "
+            "left no result: it may have happened"
+        )
+
+
+def _reason(found: EffectState) -> str:
+    with contextlib.suppress(ValueError):
+        return str(json.loads(found.error or "{}").get("message", "")) or "no reason given"
+    return "no reason given"

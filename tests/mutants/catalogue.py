@@ -165,8 +165,8 @@ MUTANTS = (
         "runtime/journal.py",
         (
             (
-                "        self._store.patiently(\n            lambda: journal.begin(",
-                "        self._late = (\n            lambda: journal.begin(",
+                "        begun = self._store.patiently(\n            lambda: journal.begin(",
+                "        begun, self._late = True, (\n            lambda: journal.begin(",
             ),
             (
                 "        stored = call.codec.encode(result, path=",

@@ -224,7 +224,7 @@ MUTANTS = (
                 '            reach("before_ack", command.verb)\n',
             ),
         ),
-        ("tests/worker/test_deaths.py::test_a_command_committed_by_a_worker_that_died_is_not_lost[embedded]",),
+        ("tests/worker/test_deaths.py::test_a_command_whose_worker_died_before_it_was_committed_comes_again",),
     ),
     Mutant(
         "the command's late acknowledgement",

@@ -40,7 +40,7 @@ def _written(
     store, fence = runtime.store, claim.fence
     match outcome:
         case Waiting(waits):
-            return _each(outcomes.park(store, fence, step=step, run=run, waits=waits, failures=failures, events=events))
+            return outcomes.park(store, fence, step=step, run=run, asked=waits, failures=failures, events=events)
         case Retry(delay, counted, error):
             text = error_text(error)
             leases.postpone(store, fence, failures=counted, delay_seconds=delay, error=text)

@@ -17,8 +17,7 @@ from keepstep.runtime.history import describe, payload, restore
 from keepstep.store import stateedits
 from keepstep.store.checkpoints import NewCheckpoint
 from keepstep.store.engine import Transaction
-from keepstep.store.leases import Nudge, carried_key
-from keepstep.store.outcomes import NUDGE_SECONDS
+from keepstep.store.leases import NUDGE_SECONDS, Nudge, carried_key
 from keepstep.store.stateedits import EditedHead
 from keepstep.store.threads import ThreadState
 

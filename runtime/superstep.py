@@ -39,8 +39,8 @@ from keepstep.runtime.watchdog import alarm
 from keepstep.store import checkpoints, claims, leases, outcomes
 from keepstep.store.checkpoints import Committed, NewCheckpoint, NewEvent
 from keepstep.store.claims import Claim
-from keepstep.store.leases import Fence, Nudge
-from keepstep.store.outcomes import NUDGE_SECONDS, NewNodeRun
+from keepstep.store.leases import NUDGE_SECONDS, Fence, Nudge
+from keepstep.store.outcomes import NewNodeRun
 from keepstep.store.schema import BLOCKED, DONE, FAILED, READY
 
 __all__ = ["Runtime", "run_node", "run_step"]

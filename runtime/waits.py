@@ -215,6 +215,7 @@ class WaitBook:
             raise Diverged(message)
         if state.status == "open":
             raise self._parked(())
+        _check_answered(state)
         return state
 
     def _parked(self, waits: tuple[NewWait, ...]) -> Parked:
@@ -234,6 +235,9 @@ class WaitBook:
         with self._lock:
             if self._found is None:
                 self._found = {state.occurrence: state for state in self._load()}
+        for state in self._found.values():
+            _check_answered(state)  # the node may have caught what it was told
+        with self._lock:
             passed_over = [state for number, state in self._found.items() if number >= self._occurrence]
         if passed_over:
             message = (
@@ -241,6 +245,19 @@ class WaitBook:
                 f"{self._occurrence} times: an answer must not be passed over"
             )
             raise Diverged(message)
+
+
+def _check_answered(state: WaitState) -> None:
+    """Raise `Diverged` for a wait that a cancel has closed: nobody answered it, and its time has not run out either.
+
+    Answered ones are closed as well, by the commit of their step, and that is not run again.
+    """
+    if state.status == "closed":
+        message = (
+            f"wait {state.occurrence + 1} of this node was closed without an answer, by a cancel, and was not opened "
+            "again: that is not the same as that its time ran out"
+        )
+        raise Diverged(message)
 
 
 def _seconds(what: str, value: float | timedelta | None, *, zero: bool = False) -> float | None:

@@ -14,12 +14,13 @@ from __future__ import annotations
 from collections.abc import Mapping
 from typing import Any, NamedTuple
 
-from sqlalchemy import case, insert, literal, select, update
+from sqlalchemy import Text as TextType
+from sqlalchemy import and_, case, cast, exists, insert, literal, or_, select, update
 from sqlalchemy.sql.base import Executable
 
 from keepstep.store.engine import Store, Transaction
 from keepstep.store.leases import Nudge
-from keepstep.store.schema import CANCELLED, FAILED, child
+from keepstep.store.schema import CANCELLED, FAILED, QUEUED, RUNNING, checkpoint, child, run
 from keepstep.store.statements import Statement, db_now, one_of, param
 
 WANTED, STARTED, ENDED, DELIVERED = "wanted", "started", "ended", "delivered"
@@ -154,28 +155,72 @@ _FORGET = Statement(
     )
 )
 _never_started = child.c.state == WANTED
+# One whose end was told, and which somebody has retried since.
+_goes_on = and_(
+    child.c.state == DELIVERED,
+    exists().where(run.c.id == child.c.run_id, one_of(run.c.status, (QUEUED, RUNNING))),
+)
 _DISOWN = Statement(
     lambda _dialect: (
         update(child)
-        .where(child.c.thread_id == param("thread_id"), one_of(child.c.state, (WANTED, STARTED, ENDED)))
+        .where(child.c.thread_id == param("thread_id"), or_(one_of(child.c.state, (WANTED, STARTED, ENDED)), _goes_on))
         .values(
-            cancel=1,
+            # Not of one that has ended: it was not cancelled with its parent.
+            cancel=case((one_of(child.c.state, (WANTED, STARTED)), 1), else_=child.c.cancel),
             state=case((child.c.state == STARTED, STARTED), else_=DELIVERED),
             status=case((_never_started, CANCELLED), else_=child.c.status),
             ended_at=case((_never_started, db_now()), else_=child.c.ended_at),
-            due_at=case((child.c.state == STARTED, db_now() + ERRAND_SECONDS), else_=None),
+            due_at=case((one_of(child.c.state, (STARTED, DELIVERED)), db_now() + ERRAND_SECONDS), else_=None),
             tries=0,
         )
-        .returning(child.c.run_id, child.c.child_id, child.c.state)
+        .returning(child.c.run_id, child.c.child_id, child.c.due_at)
     )
 )
-
-
+# A step's key ends with the seq after the checkpoint that it began from, and that checkpoint says of which run it is.
+_of_parents_run = exists().where(
+    checkpoint.c.thread_id == child.c.thread_id,
+    checkpoint.c.run_id == param("run_id"),
+    child.c.step
+    == checkpoint.c.thread_id + "/" + cast(checkpoint.c.branch, TextType) + "/" + cast(checkpoint.c.seq + 1, TextType),
+)
+_cancelled_with_it = and_(child.c.state == DELIVERED, child.c.cancel == 1, child.c.status == CANCELLED)
 _RECLAIM = Statement(
     lambda _dialect: (
         update(child)
-        .where(child.c.thread_id == param("thread_id"), child.c.state == STARTED, child.c.cancel == 1)
-        .values(cancel=0, due_at=None, tries=0)
+        .where(
+            child.c.thread_id == param("thread_id"),
+            or_(
+                and_(child.c.state == STARTED, child.c.cancel == 1),
+                and_(_cancelled_with_it, _of_parents_run),
+                and_(child.c.state == DELIVERED, child.c.due_at.is_not(None)),
+            ),
+        )
+        .values(
+            state=case(
+                (and_(_cancelled_with_it, child.c.child_id.is_(None)), WANTED),
+                (_cancelled_with_it, STARTED),
+                else_=child.c.state,
+            ),
+            # Its error stays until its thread has been looked at: it may not be possible to take it up again.
+            status=case((_cancelled_with_it, None), else_=child.c.status),
+            ended_at=case((_cancelled_with_it, None), else_=child.c.ended_at),
+            cancel=0,
+            due_at=case((child.c.cancel == 1, db_now() + ERRAND_SECONDS), else_=None),
+            tries=0,
+        )
+        .returning(child.c.run_id, child.c.child_id, child.c.due_at)
+    )
+)
+_GOES_ON = Statement(
+    lambda _dialect: (
+        update(child)
+        .where(child.c.run_id == param("run_id"), child.c.state == STARTED, child.c.cancel == 0)
+        .values(error=None, due_at=None, tries=0)
+    )
+)
+_SETTLE = Statement(
+    lambda _dialect: (
+        update(child).where(child.c.run_id == param("run_id"), child.c.state == DELIVERED).values(due_at=None, tries=0)
     )
 )
 
@@ -228,18 +273,29 @@ def deliver(transaction: Transaction, run_id: str, *, told: bool) -> None:
 def disown(transaction: Transaction, thread_id: str) -> list[Nudge]:
     """Mark the children of a thread that is being cancelled; return the nudges of those that are to be cancelled.
 
-    A child that was not started is none any more.
+    A child that was not started is none any more. One whose end was told, and which was retried since, goes too.
     """
     rows = transaction.rows(_DISOWN, {"thread_id": thread_id})
-    return [nudge(run_id, child_id) for run_id, child_id, state in rows if state == STARTED]
+    return [nudge(run_id, child_id) for run_id, child_id, due_at in rows if due_at is not None]
+
+
+def reclaim(transaction: Transaction, thread_id: str, run_id: str | None) -> list[Nudge]:
+    """Take back `disown` for a run of a thread; return the nudges of the children that are to be taken up again."""
+    rows = transaction.rows(_RECLAIM, {"thread_id": thread_id, "run_id": run_id})
+    return [nudge(child_run, child_id) for child_run, child_id, due_at in rows if due_at is not None]
 
 
 # --- of the child's transactions ---
 
 
-def reclaim(transaction: Transaction, thread_id: str) -> None:
-    """Take back that the children of a thread are to be cancelled, as far as they have not been."""
-    transaction.run(_RECLAIM, {"thread_id": thread_id})
+def goes_on(transaction: Transaction, run_id: str) -> None:
+    """Write down that a child whose parent was taken up again is under way."""
+    transaction.run(_GOES_ON, {"run_id": run_id})
+
+
+def settle(transaction: Transaction, run_id: str) -> None:
+    """Write down that nothing is left to do for a child whose end was told."""
+    transaction.run(_SETTLE, {"run_id": run_id})
 
 
 def input_of(transaction: Transaction, run_id: str) -> bytes:

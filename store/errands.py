@@ -1,9 +1,10 @@
 """Errands: what is left to do between a parent's thread and a child's, each a transaction that locks one of them.
 
 A parent's attempt writes down that it wants a child (`spawn`), and that is all that it must not lose. Starting the
-child's thread, telling the parent how the child ended, and cancelling the child of a cancelled parent come after, in
-transactions of their own: at once by the process that committed what they follow from, else by the sweep. Each looks at
-the child's row under its lock and does nothing when that was done already, so that two may run the same errand.
+child's thread, telling the parent how the child ended, cancelling the child of a cancelled parent, and taking it up
+again with its parent come after, in transactions of their own: at once by the process that committed what they follow
+from, else by the sweep. Each looks at the child's row under its lock and does nothing when that was done already, so
+that two may run the same errand.
 """
 
 from __future__ import annotations
@@ -21,7 +22,7 @@ from keepstep.store.children import ChildState
 from keepstep.store.engine import Store, Transaction
 from keepstep.store.leases import Fence, Nudge
 from keepstep.store.outcomes import hold
-from keepstep.store.schema import ENDED
+from keepstep.store.schema import CANCELLED, DONE, ENDED, QUEUED, RUNNING
 from keepstep.store.threads import NewRun, ThreadState
 
 log = structlog.get_logger("keepstep.store")
@@ -96,8 +97,12 @@ def _run(store: Store, run_id: str) -> list[Nudge]:
             return _start(store, found)
         case children.STARTED if found.cancel:
             return _cancel(store, found)
+        case children.STARTED if found.due_at is not None:
+            return _take_up(store, found)
         case children.ENDED:
             return _deliver(store, found)
+        case children.DELIVERED if found.due_at is not None:
+            return _cancel(store, found)
     return []
 
 
@@ -177,15 +182,54 @@ def _cancel(store: Store, disowned: ChildState) -> list[Nudge]:
     with store.transaction() as transaction:
         thread = threads.by_id(transaction, disowned.child_id or "")
         found = children.locked(transaction, disowned.run_id)
-        if found is None or found.state != children.STARTED or not found.cancel:
+        if found is None or not _is_to_be_cancelled(found):
             return []
         if thread is None:
             children.forget(transaction, found.run_id)
+            children.settle(transaction, found.run_id)
             return []
-        error = _text("cancelled", "its parent was cancelled", by="parent")
-        nudges = threads.cancel(transaction, thread, error)
-        _audit(transaction, found, thread.id, "cancel", {"reason": "its parent was cancelled"})
+        at = threads.run_of(transaction, found.run_id)
+        nudges = []
+        if at.status in (QUEUED, RUNNING):
+            error = _text("cancelled", "its parent was cancelled", by="parent")
+            nudges = threads.cancel_run(transaction, thread, found.run_id, error)
+            _audit(transaction, found, thread.id, "cancel", {"reason": "its parent was cancelled"})
+        elif found.state == children.STARTED:  # it was to be taken up again, and had not been yet
+            children.end(transaction, found.run_id, at.status, error=found.error or at.error)
+        children.settle(transaction, found.run_id)
     reach("after_child_cancel", disowned.name)
+    return nudges
+
+
+def _is_to_be_cancelled(found: ChildState) -> bool:
+    if found.state == children.STARTED:
+        return bool(found.cancel)
+    return found.state == children.DELIVERED and found.due_at is not None
+
+
+# --- taking up again ---
+
+
+def _take_up(store: Store, reclaimed: ChildState) -> list[Nudge]:
+    """Continue a child that was cancelled with its parent, which is taken up again; else its parent is told its end."""
+    with store.transaction() as transaction:
+        thread = threads.by_id(transaction, reclaimed.child_id or "")
+        found = children.locked(transaction, reclaimed.run_id)
+        if found is None or found.state != children.STARTED or found.cancel or found.due_at is None:
+            return []
+        if thread is None:
+            return children.end(transaction, found.run_id, CANCELLED, error=found.error)
+        at = threads.run_of(transaction, found.run_id)
+        if at.status in (QUEUED, RUNNING):  # it had not been cancelled yet, or somebody has retried it
+            children.goes_on(transaction, found.run_id)
+            return []
+        nudges = threads.take_up(transaction, thread, found.run_id, at)
+        if not nudges:  # its thread has another run now, or somebody has retried it and it has ended
+            branch, seq = at.last or (None, None)
+            error = at.error if at.error or at.status == DONE else found.error
+            return children.end(transaction, found.run_id, at.status, error=error, branch=branch, seq=seq)
+        children.goes_on(transaction, found.run_id)
+        _audit(transaction, found, thread.id, "retry", {"reason": "its parent was taken up again"})
     return nudges
 
 

@@ -52,6 +52,10 @@ class Fence(msgspec.Struct, frozen=True):
     run: str | None = None
 
 
+NUDGE_SECONDS = 5.0
+"""How long after a nudge was published the sweep may think it lost."""
+
+
 class Nudge(NamedTuple):
     """What should be in the queue: a hint that a thread, or one node run of it, is due at a version."""
 

@@ -14,10 +14,10 @@ from sqlalchemy import Integer, and_, case, cast, exists, insert, literal, selec
 from sqlalchemy import Text as TextType
 
 from keepstep.errors import StaleLease
-from keepstep.store import children
+from keepstep.store import children, waits
 from keepstep.store.checkpoints import NewEvent, insert_events
 from keepstep.store.engine import Store, Transaction
-from keepstep.store.leases import Fence, Nudge, fence_params, fenced, nudge_columns, released
+from keepstep.store.leases import NUDGE_SECONDS, Fence, Nudge, fence_params, fenced, nudge_columns, released
 from keepstep.store.schema import (
     FAILED,
     READY,
@@ -30,9 +30,6 @@ from keepstep.store.schema import (
 )
 from keepstep.store.signals import take_signal
 from keepstep.store.statements import Statement, db_now, param
-
-NUDGE_SECONDS = 5.0
-"""How long after a nudge was published the sweep may think it lost."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -329,41 +326,45 @@ def park(
     *,
     step: str,
     run: str,
-    waits: Sequence[NewWait],
+    asked: Sequence[NewWait],
     failures: int,
     events: Sequence[NewEvent] = (),
-) -> Nudge | None:
-    """Park a node run on waits: rows only, no worker; return a nudge when all of them are answered already.
+) -> list[Nudge]:
+    """Park a node run on waits: rows only, no worker; return its nudge when all of them are answered already.
 
-    `waits` are those asked for the first time. A signal, and the end of a child, is delivered under the thread's lock
+    Other node runs that wait for a child whose end this is told are told, too: returns their nudges.
+    `asked` are those asked for the first time. A signal, and the end of a child, is delivered under the thread's lock
     and this looks for early ones under the same lock, so none falls between. Approvals become visible by this commit
     and not before. Writes no checkpoint and leaves the step key alone. Raises `StaleLease` when the lease is gone.
     """
     with store.transaction() as transaction:
         locked = lock(transaction, fence)
         place = {"thread_id": fence.thread_id, "step": step, "run": run, "tenant": locked.tenant}
-        for new in waits:
-            _open(transaction, {**place, "branch": fence.branch, "seq": fence.seq}, new)
-        for new in waits:
+        nudges: list[Nudge] = []
+        for new in asked:
+            nudges += _open(transaction, {**place, "branch": fence.branch, "seq": fence.seq}, new)
+        for new in asked:
             if new.approval is not None:
                 _ask(transaction, place, new, new.approval)
         insert_events(transaction, fence, locked.tenant, locked.run_id, events)
         fanned = fence.run is not None
         params = {**fence_params(fence), "step": step, "run": run, "failures": failures}
         status, *row = transaction.rows(_PARK[fanned], params)[0]
-    if status == WAITING:
-        return None
-    return Nudge("node" if fanned else "step", *row)
+    return nudges if status == WAITING else [Nudge("node" if fanned else "step", *row), *nudges]
 
 
-def _open(transaction: Transaction, place: dict[str, Any], new: NewWait) -> None:
-    early = None
+def _open(transaction: Transaction, place: dict[str, Any], new: NewWait) -> list[Nudge]:
+    early, nudges = None, []
     if new.signal_name is not None:
         wanted = {"thread_id": place["thread_id"], "name": new.signal_name, "key": new.signal_key}
         early = take_signal(transaction, wanted, consumer=f"{place['step']}/{place['run']}#{new.occurrence}")
     if new.child_run is not None:
+        others = waits.of_child(transaction, place["thread_id"], new.child_run)
         ended = children.take(transaction, new.child_run)
-        early = None if ended is None else ended.encode()
+        if ended is not None:
+            early = ended.encode()
+            # Nobody comes to tell them any more.
+            nudges = [nudge for key in others if (nudge := waits.answer(transaction, key, early))]
     transaction.run(
         _INSERT_WAIT,
         {
@@ -380,6 +381,7 @@ def _open(transaction: Transaction, place: dict[str, Any], new: NewWait) -> None
             "child_run": new.child_run,
         },
     )
+    return nudges
 
 
 def _ask(transaction: Transaction, place: dict[str, Any], new: NewWait, asked: NewApproval) -> None:

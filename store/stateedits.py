@@ -13,8 +13,7 @@ from sqlalchemy import Text, case, func, literal, or_, select, update
 from keepstep.store.checkpoints import NewCheckpoint, insert_checkpoint
 from keepstep.store.claims import CheckpointRow, checkpoint_range
 from keepstep.store.engine import Transaction
-from keepstep.store.leases import PAUSE, Nudge, is_takeable, nudge_columns, released
-from keepstep.store.outcomes import NUDGE_SECONDS
+from keepstep.store.leases import NUDGE_SECONDS, PAUSE, Nudge, is_takeable, nudge_columns, released
 from keepstep.store.schema import READY, node_run, thread, wait, worker
 from keepstep.store.statements import Statement, contains, db_now, param
 from keepstep.store.threads import ThreadState
@@ -115,7 +114,8 @@ _MOVE_WAITS = Statement(
         .where(
             wait.c.thread_id == param("thread_id"),
             wait.c.step == param("step"),
-            or_(wait.c.status == "open", wait.c.status == "answered"),
+            # What a cancel closed has no answer: a retry opens it again.
+            or_(wait.c.status == "open", wait.c.status == "answered", wait.c.answered_at.is_(None)),
         )
         .values(seq=param("due_seq"))
     )

@@ -4,12 +4,11 @@ from __future__ import annotations
 
 from typing import Any, NamedTuple
 
-from sqlalchemy import ColumnElement, Integer, case, cast, func, insert, or_, select, update
+from sqlalchemy import ColumnElement, Integer, case, cast, exists, func, insert, or_, select, update
 
 from keepstep.store import children
 from keepstep.store.engine import Transaction
-from keepstep.store.leases import Nudge, nudge_columns, queue_of, released
-from keepstep.store.outcomes import NUDGE_SECONDS
+from keepstep.store.leases import NUDGE_SECONDS, Nudge, nudge_columns, queue_of, released
 from keepstep.store.schema import (
     BLOCKED,
     CANCELLED,
@@ -21,6 +20,7 @@ from keepstep.store.schema import (
     RUNNING,
     WAITING,
     audit,
+    checkpoint,
     node_run,
     run,
     thread,
@@ -167,6 +167,18 @@ _ANYBODY_CARRIES = Statement(
 )
 
 
+class RunEnd(NamedTuple):
+    """What became of a run whose thread is locked."""
+
+    status: str
+    error: str | None
+    begun: int
+    newest: int
+    """1: the thread has been given no other run since."""
+    last: tuple[int, int] | None
+    """Branch and seq of the checkpoint in which it left its state; None of one that is not done."""
+
+
 class NewRun(NamedTuple):
     """A run to be accepted."""
 
@@ -264,6 +276,22 @@ def add_run(
 
 # --- control ---
 
+# A thread whose next run begins.
+_FRESH: dict[str, Any] = {
+    "status": READY,
+    "error": None,
+    "run_active": 0,
+    "fanned": 0,
+    "pending": 0,
+    "starts": 0,
+    "failures": 0,
+    "deaths": 0,
+    "last_death": None,
+    "due_at": db_now(),
+    "next_nudge_at": db_now() + NUDGE_SECONDS,
+    "nudges": 0,
+    "updated_at": db_now(),
+}
 _PAUSE = Statement(
     lambda _dialect: update(thread).where(thread.c.id == param("id")).values(control="pause", updated_at=db_now())
 )
@@ -316,6 +344,61 @@ _CANCEL_RUNS = Statement(
             steps=case((run.c.id == param("run_id"), param("run_steps")), else_=run.c.steps),
         )
         .returning(run.c.id, run.c.spawned)
+    )
+)
+_CANCEL_RUN = Statement(
+    lambda _dialect: (
+        update(run)
+        .where(run.c.id == param("run_id"))
+        .values(
+            status=CANCELLED,
+            ended_at=db_now(),
+            steps=case((cast(param("begun"), Integer) == 1, cast(param("run_steps"), Integer)), else_=run.c.steps),
+        )
+        .returning(run.c.spawned)
+    )
+)
+_NEXT_BEGINS = Statement(
+    lambda _dialect: (
+        update(thread)
+        .where(thread.c.id == param("id"))
+        .values(
+            # As after a run that failed: see `outcomes.stop`.
+            **released(thread),
+            **_FRESH,
+            queued=thread.c.queued - 1 + cast(param("begun"), Integer),
+            version=thread.c.version + 1,
+        )
+        .returning(*nudge_columns(thread))
+    )
+)
+_QUEUE_AGAIN = Statement(
+    lambda _dialect: (
+        update(thread)
+        .where(thread.c.id == param("id"))
+        .values(**_FRESH, control="", queued=thread.c.queued + 1, version=thread.c.version + 1)
+        .returning(*nudge_columns(thread))
+    )
+)
+_QUEUE_RUN_AGAIN = Statement(
+    lambda _dialect: update(run).where(run.c.id == param("run_id")).values(status=QUEUED, error=None, ended_at=None)
+)
+_later = run.alias("later")
+_RUN_OF = Statement(
+    lambda _dialect: select(
+        run.c.status,
+        run.c.error,
+        case((run.c.started_at.is_(None), 0), else_=1),
+        case((exists().where(_later.c.thread_id == run.c.thread_id, _later.c.number > run.c.number), 0), else_=1),
+    ).where(run.c.id == param("run_id"))
+)
+_LAST_OF_RUN = Statement(
+    lambda _dialect: (
+        select(checkpoint.c.branch, checkpoint.c.seq)
+        .select_from(checkpoint.join(run, run.c.thread_id == checkpoint.c.thread_id))
+        .where(run.c.id == param("run_id"), checkpoint.c.run_id == run.c.id, checkpoint.c.kind != "edit")
+        .order_by(checkpoint.c.branch.desc(), checkpoint.c.seq.desc())
+        .limit(1)
     )
 )
 _RETRY = Statement(
@@ -435,32 +518,78 @@ def cancel(transaction: Transaction, found: ThreadState, error: str) -> list[Nud
     return nudges
 
 
-def _take_up_children(transaction: Transaction, found: ThreadState) -> None:
-    """Keep the children that were to be cancelled with a run and go on still; hear of those that have ended."""
-    children.reclaim(transaction, found.id)
+def cancel_run(transaction: Transaction, found: ThreadState, run_id: str, error: str) -> list[Nudge]:
+    """End one run of a thread, which is under way or the next to begin; return the nudges that follow, as `cancel`.
+
+    The run that is queued behind it begins.
+    """
+    begun = int(found.run_id == run_id)
+    if found.queued == 1 - begun:
+        return cancel(transaction, found, error)
+    params = {**_place(found), "run_id": run_id, "run_steps": found.run_steps, "begun": begun}
+    row = transaction.rows(_NEXT_BEGINS, params)[0]
+    transaction.run(_CANCEL_NODE_RUNS, params)
+    withdraw(transaction, found.id)
+    ended = transaction.rows(_CANCEL_RUN, params)
+    nudges = children.disown(transaction, found.id)
+    if ended[0][0]:
+        nudges += children.end(transaction, run_id, CANCELLED, error=error)
+    return [Nudge("step", *row), *nudges]
+
+
+def run_of(transaction: Transaction, run_id: str) -> RunEnd:
+    """Return what became of a run that exists; its thread is locked."""
+    status, error, begun, newest = transaction.rows(_RUN_OF, {"run_id": run_id})[0]
+    last = transaction.row(_LAST_OF_RUN, {"run_id": run_id}) if status == DONE else None
+    return RunEnd(status, error, begun, newest, None if last is None else (int(last[0]), int(last[1])))
+
+
+def take_up(transaction: Transaction, found: ThreadState, run_id: str, at: RunEnd) -> list[Nudge]:
+    """Continue a run that was cancelled, or queue it again when it had not begun; return the nudges that follow.
+
+    None follow, and nothing is written, when the thread has gone on to something else.
+    """
+    if found.status != CANCELLED or at.status != CANCELLED:
+        return []
+    if found.run_id == run_id and found.run_active:
+        return retry(transaction, found, None)
+    if at.begun or not at.newest:
+        return []
+    transaction.run(_QUEUE_RUN_AGAIN, {"run_id": run_id})
+    return [Nudge("step", *transaction.rows(_QUEUE_AGAIN, {"id": found.id})[0])]
+
+
+def _take_up_children(transaction: Transaction, found: ThreadState) -> list[Nudge]:
+    """Have the children that were cancelled with a run taken up again; hear of those that had ended before.
+
+    Returns the nudges of those that are to be taken up.
+    """
+    nudges = children.reclaim(transaction, found.id, found.run_id)
     for key, child_run in open_for_children(transaction, found.id):
         status = children.take(transaction, child_run)
         if status is not None:
             answer(transaction, key, status.encode())
+    return nudges
 
 
 def retry(transaction: Transaction, found: ThreadState, step_limit: int | None) -> list[Nudge]:
     """Continue a failed, blocked or cancelled run: only what has not ended well runs again; return the nudges.
 
-    What a cancelled run had asked is asked again, under the same ids.
+    What a cancelled run had asked is asked again, under the same ids; the children cancelled with it go on, too.
     """
     place = _place(found)
     again = transaction.rows(_RETRY_NODE_RUNS, place) if found.fanned else []
     status = WAITING if again else READY
     params = {"id": found.id, "status": status, "pending": len(again), "step_limit": step_limit}
     retried = transaction.rows(_RETRY, params)[0]
+    kin: list[Nudge] = []
     if found.status == CANCELLED:
         ask_again(transaction, found.id, found.branch, found.seq + 1)
-        _take_up_children(transaction, found)
+        kin = _take_up_children(transaction, found)
     for run_id, spawned in transaction.rows(_RESUME_RUN, place):
         if spawned:
             children.revive(transaction, run_id)
-    return [Nudge("node", *row) for row in again] if again else [Nudge("step", *retried)]
+    return [*([Nudge("node", *row) for row in again] if again else [Nudge("step", *retried)]), *kin]
 
 
 def retry_blocked_run(transaction: Transaction, found: ThreadState, run: str) -> list[Nudge]:

@@ -14,8 +14,7 @@ from sqlalchemy import and_, case, cast, exists, func, insert, or_, select, upda
 from sqlalchemy.sql.base import Executable
 
 from keepstep.store.engine import Store, Transaction
-from keepstep.store.leases import Nudge, nudge_columns
-from keepstep.store.outcomes import NUDGE_SECONDS
+from keepstep.store.leases import NUDGE_SECONDS, Nudge, nudge_columns
 from keepstep.store.schema import READY, WAITING, approval, decision, node_run, thread, wait
 from keepstep.store.statements import Statement, db_now, param
 

@@ -16,8 +16,7 @@ from sqlalchemy import Text as TextType
 
 from keepstep.ids import new_id
 from keepstep.store.engine import Store, Transaction
-from keepstep.store.leases import Nudge, carried_key, is_carried, nudge_columns, released
-from keepstep.store.outcomes import NUDGE_SECONDS
+from keepstep.store.leases import NUDGE_SECONDS, Nudge, carried_key, is_carried, nudge_columns, released
 from keepstep.store.schema import READY, WAITING, node_run, thread, worker
 from keepstep.store.statements import Row, Statement, db_now, param
 

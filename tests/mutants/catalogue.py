@@ -457,7 +457,7 @@ MUTANTS = (
         "children",
         "parking does not look whether the child has ended",
         "store/outcomes.py",
-        (("        early = None if ended is None else ended.encode()\n", "        early = None\n"),),
+        (("        if ended is not None:\n", '        if ended == "never":\n'),),
         (_CHILDREN + "children_that_have_ended_before_the_join_are_there_at_once[sqlite]",),
     ),
     Mutant(
@@ -480,7 +480,12 @@ MUTANTS = (
         "children",
         "a cancel leaves the children alone",
         "store/threads.py",
-        (("    nudges = children.disown(transaction, found.id)\n", "    nudges: list[Nudge] = []\n"),),
+        (
+            (
+                "found.run_steps})\n    nudges = children.disown(transaction, found.id)\n",
+                "found.run_steps})\n    nudges: list[Nudge] = []\n",
+            ),
+        ),
         (_CHILDREN + "cancelling_a_parent_cancels_its_children_and_theirs[sqlite]",),
     ),
     Mutant(

@@ -52,7 +52,8 @@ _UNFENCED = (
 and lets in who comes next."""
 _ERRANDS = (
     *(children._START, children._REFUSE, children._PUT_OFF, children._TELL, children._NOBODY_ASKS, children._FORGET),
-    threads._CANCEL,
+    *(children._GOES_ON, children._SETTLE),
+    *(threads._CANCEL, threads._NEXT_BEGINS, threads._QUEUE_AGAIN, threads._RETRY),
 )
 """What tells the transactions between a parent and a child: whoever comes along runs them, under no lease."""
 _UNAVAILABLE_SECONDS = 0.2

@@ -586,23 +586,181 @@ def test_a_cancel_that_died_half_way_is_finished_by_the_sweep(deploy, monkeypatc
     assert rows(d, "state, status, due_at") == [("delivered", "cancelled", None)]
 
 
-def test_a_parent_that_is_taken_up_again_hears_of_the_children_that_were_cancelled_with_it(deploy):
-    expert = specialist()
+def result_of(expert, **spawned):
+    """A parent's body that logs how its one child ended."""
 
     def body(_state, ctx):
-        [result] = ctx.join(ctx.spawn(expert, {"topic": "slow"}), on_failure="return")
-        return f"{result.status}: {result.error['message']}"
+        [result] = ctx.join(ctx.spawn(expert, {"topic": "slow"}, **spawned), on_failure="return")
+        return result.state["log"] if result.state else f"{result.status}: {result.error['message']}"
 
-    d = deploy(lead(body), expert)
+    return body
+
+
+@pytest.mark.parametrize("lost", [False, True], ids=["at once", "by the sweep"])
+@pytest.mark.parametrize("cancelled", ["before it began", "while it waited", "while it was never started"])
+def test_a_parent_that_is_taken_up_again_takes_up_the_children_that_were_cancelled_with_it(
+    deploy, monkeypatch, lost, cancelled
+):
+    expert = specialist()
+    middle = specialist(lambda _state, ctx: {"log": [result_of(expert)(_state, ctx)]}, name="middle")
+    d = deploy(lead(result_of(middle)), middle, expert)
+    with monkeypatch.context() as patched:
+        if cancelled == "while it was never started":
+            errands_are_lost(patched)
+        d.start()
+        if cancelled == "before it began":
+            d.work(d.queue.pop(0))
+            d.queue.clear()
+        else:
+            assert d.drain() == "waiting"
+        d.control("cancel")
+    assert {(state, status) for state, status, _ in rows(d)} == {("delivered", "cancelled")}
+    with monkeypatch.context() as patched:
+        if lost:
+            errands_are_lost(patched)
+        d.control("retry")
+    if lost:
+        later(d)
+        later(d)
+    assert d.drain() == "waiting"
+    assert rows(d) == [("started", None, 0)] * 2
+
+    [(child, status)] = threads_of(d)
+    assert status == "waiting"
+    d.send("signal", thread=child, name="go", payload="on")
+    assert d.drain() == "done"
+    assert d.values()["log"] == [[["on"]]]
+    assert rows(d, "state, status, cancel, error, due_at") == [("delivered", "done", 0, None, None)] * 2
+
+
+def test_children_of_an_earlier_run_are_not_taken_up_again(deploy):
+    expert = specialist()
+    d = deploy(lead(result_of(expert)), expert)
+    for _ in range(2):
+        d.start()
+        d.drain()
+        d.control("cancel")
+    d.control("retry")
+    assert d.drain() == "waiting"
+    assert sorted(status for _, status in threads_of(d)) == ["cancelled", "waiting"]
+
+
+@pytest.mark.parametrize("then", ["another run", "retried and done", "retried and waiting"])
+def test_a_child_that_went_on_after_it_was_cancelled_with_its_parent_is_told_as_it_is(deploy, then):
+    expert = specialist()
+    d = deploy(lead(result_of(expert, thread="shared")), expert)
     d.start()
     d.drain()
     d.control("cancel")
-
+    if then == "another run":
+        d.send("start", graph="specialist", thread="shared", input={"topic": "a"})
+    else:
+        d.control("retry", thread="shared")
+        d.drain()
+    if then == "retried and done":
+        d.signal("go", 1, thread="shared")
+    d.drain()
     d.control("retry")
-    assert d.drain() == "done"
+    status = d.drain()
+    if then == "retried and waiting":
+        assert (status, rows(d)) == ("waiting", [("started", None, 0)])
+        d.signal("go", 1, thread="shared")
+        status = d.drain()
+    told = "cancelled: its parent was cancelled" if then == "another run" else [1]
+    assert (status, d.values()["log"]) == ("done", [told])
 
-    assert d.values()["log"] == ["cancelled: its parent was cancelled"]
-    assert rows(d) == [("delivered", "cancelled", 1)]
+
+def test_a_child_that_somebody_else_cancelled_stays_cancelled_when_its_parent_is_taken_up_again(deploy, monkeypatch):
+    expert = specialist()
+    d = deploy(lead(result_of(expert)), expert)
+    d.start()
+    d.drain()
+    with monkeypatch.context() as patched:
+        errands_are_lost(patched)
+        d.control("cancel", thread=d.reader.children("t")[0].thread, reason="no money")
+        d.control("cancel")
+    d.control("retry")
+    assert (d.drain(), d.values()["log"]) == ("done", ["cancelled: no money"])
+
+
+@pytest.mark.parametrize("begun", [True, False])
+def test_a_cancel_of_the_parent_leaves_the_run_behind_the_childs_alone(deploy, begun):
+    expert = specialist()
+    d = deploy(lead(result_of(expert, thread="shared")), expert)
+    d.start()
+    d.work(d.queue.pop(0))
+    if begun:
+        d.drain()
+    d.send("start", graph="specialist", thread="shared", input={"topic": "a"})
+    d.control("cancel")
+    d.drain()
+    assert [run.status for run in d.reader.runs("shared")] == ["cancelled", "done"]
+    assert d.reader.get("shared").status == "done"
+    assert rows(d, "state, status, cancel, due_at") == [("delivered", "cancelled", 1, None)]
+    d.control("retry")
+    assert (d.drain(), d.values()["log"]) == ("done", ["cancelled: its parent was cancelled"])
+
+
+@pytest.mark.parametrize("lost", [False, True], ids=["at once", "by the sweep"])
+def test_a_child_that_was_told_and_is_retried_is_cancelled_with_its_parent(deploy, monkeypatch, lost):
+    fixed = []
+
+    def fails_once(_state, ctx):
+        if not fixed:
+            message = "not yet"
+            raise ValueError(message)
+        ctx.wait_signal("go")
+
+    expert = specialist(fails_once)
+
+    def body(_state, ctx):
+        ctx.join(ctx.spawn(expert, {"topic": "x"}), on_failure="return")
+        ctx.wait_signal("go")
+
+    d = deploy(lead(body), expert)
+    d.start()
+    assert d.drain() == "waiting"
+    fixed.append(True)
+    child = d.reader.children("t")[0].thread
+    d.control("retry", thread=child)
+    d.drain()
+    assert d.reader.get(child).status == "waiting"
+    with monkeypatch.context() as patched:
+        if lost:
+            errands_are_lost(patched)
+        d.control("cancel")
+    if lost:
+        later(d)
+    assert d.reader.get(child).status == "cancelled"
+    assert rows(d, "state, status, cancel, due_at") == [("delivered", "failed", 0, None)]
+
+
+def test_two_node_runs_that_join_one_child_are_both_told(deploy, monkeypatch):
+    expert = specialist()
+    graph = Graph("lead", state=Job, fan_out=True)
+    graph.node(lambda _state, ctx: {"child": ctx.spawn(expert, {"topic": "slow"})}, name="begin")
+    for name in ("early", "late"):
+        graph.node(lambda state, ctx, name=name: {"log": [(name, ctx.join(state["child"])[0]["log"])]}, name=name)
+        graph.edge("begin", name)
+        graph.edge(name, END)
+    graph.edge(START, "begin")
+    d = deploy(graph, expert)
+    d.start()
+    held = []
+    while d.queue:
+        nudge = d.queue.pop(0)
+        if nudge.run == "late":
+            held.append(nudge)
+        else:
+            d.work(nudge)
+    with monkeypatch.context() as patched:
+        errands_are_lost(patched)  # `early` has parked, and has not been told when `late` parks
+        d.signal("go", 1, thread=d.reader.children("t")[0].thread)
+        d.drain()
+        d.queue += held
+        assert d.drain() == "done"
+    assert d.values()["log"] == [("early", [1]), ("late", [1])]
+    assert rows(d, "state, status, due_at") == [("delivered", "done", None)]
 
 
 def test_a_parent_that_is_taken_up_again_in_time_keeps_its_children(deploy, monkeypatch):

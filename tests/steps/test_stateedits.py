@@ -605,3 +605,44 @@ def test_a_worker_without_the_graph_leaves_the_edit_to_others(deploy):
         d.edit({"amount": 2}, worker=stranger)
     assert two.value.elsewhere is False
     assert d.dump() == before
+
+
+@pytest.mark.parametrize("kind", ["approval", "sleep", "signal"])
+def test_what_a_cancel_closed_is_asked_again_after_an_edit(deploy, kind):
+    graph = Graph("asks", state=State)
+
+    @graph.node
+    def ask(state, ctx):
+        if kind == "approval":
+            return {"log": [f"{ctx.approve('Pay?').verdict} {state['amount']}"]}
+        if kind == "sleep":
+            ctx.sleep(86400)
+            return {"log": ["slept"]}
+        return {"log": [ctx.wait_signal("go").payload]}
+
+    graph.edge(START, "ask")
+    graph.edge("ask", END)
+    d = deploy(graph)
+    d.start({"amount": "1"})
+    assert d.drain() == "waiting"
+    d.control("cancel")
+    d.edit({"amount": "2"})
+    d.control("retry")
+    assert d.drain() == "waiting"
+    assert [wait.status for wait in d.reader.waits("t")] == ["open"]
+    if kind == "approval":
+        d.decide()
+        assert d.drain() == "done"
+        assert d.values()["log"] == ["approve 2"]
+
+
+def test_a_wait_that_was_closed_without_an_answer_is_never_taken_for_a_time_out(deploy):
+    d = deploy(asks(Outside()))
+    d.start({"amount": "1"})
+    assert d.drain() == "waiting"
+    d.control("cancel")
+    d.execute("UPDATE keepstep_wait SET seq = 77")
+    d.control("retry")
+    assert d.drain() == "blocked"
+    assert d.error[0] == "diverged"
+    assert "closed without an answer" in d.error[1]

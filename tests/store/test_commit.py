@@ -163,7 +163,7 @@ def test_a_lost_answer_does_not_hide_that_the_lease_was_lost(postgresql_url, pro
     [
         (
             b"INSERT INTO keepstep_wait",
-            lambda store, fence: outcomes.park(store, fence, step="key", run="n", waits=[WAIT], failures=0),
+            lambda store, fence: outcomes.park(store, fence, step="key", run="n", asked=[WAIT], failures=0),
         ),
         (
             b"INSERT INTO keepstep_node_run",

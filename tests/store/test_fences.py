@@ -37,7 +37,7 @@ def _end(store, fence):
 
 
 def _park(store, fence):
-    outcomes.park(store, fence, step="key", run=fence.run or "n", waits=[APPROVAL, SIGNAL], failures=0, events=EVENTS)
+    outcomes.park(store, fence, step="key", run=fence.run or "n", asked=[APPROVAL, SIGNAL], failures=0, events=EVENTS)
 
 
 def _postpone(store, fence):

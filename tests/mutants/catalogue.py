@@ -351,7 +351,7 @@ MUTANTS = (
         "taking over",
         "admission finds no threads",
         "store/admission.py",
-        (("range(len(PRIORITIES)), _KINDS)", 'range(len(PRIORITIES)), ["node"])'),),
+        (('("step", thread, "node", node_run', ""),),
         seeds=50,
     ),
     Mutant(

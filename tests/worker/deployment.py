@@ -122,7 +122,8 @@ class Deployment:
             **{name: value for name, value in os.environ.items() if not name.startswith("KEEPSTEP_")},
             **{f"KEEPSTEP_{name.upper()}": str(value) for name, value in settings.items()},
             "KEEPSTEP_TEST_FOLDER": str(folder),
-            "PYTHONPATH": str(_ROOT),  # graphs may share what stands in other test folders
+            # Graphs may share what stands in other test folders; whoever runs the tests may have put a package before.
+            "PYTHONPATH": os.pathsep.join([*filter(None, [os.environ.get("PYTHONPATH")]), str(_ROOT)]),
         }
         self.settings = load(**{k: v for k, v in settings.items() if k != "graphs"})
         self.workers: list[Worker] = []

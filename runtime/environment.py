@@ -78,6 +78,8 @@ class Runtime:
             return [own]
         first: list[Nudge] = []
         try:
+            if not self.admission.is_anybody_due(scopes, own.priority):
+                return [own]
             found = self.admission.look(lambda _queue: 1, self.running_max(), scopes=scopes, priority_max=own.priority)
             first = found.nudges
             if not first or not found.is_full:

@@ -24,6 +24,7 @@ from sqlalchemy import (
     and_,
     case,
     cast,
+    exists,
     func,
     literal,
     literal_column,
@@ -137,6 +138,23 @@ _TABLES = {"step": thread, "node": node_run}
 _KINDS = {kind: _due(table) for kind, table in _TABLES.items()}
 
 
+def _anybody(*, of_tenant: bool) -> Statement:
+    def due(table: Table) -> ColumnElement[bool]:
+        whose = [table.c.tenant == param("tenant")] if of_tenant else []
+        return exists().where(
+            table.c.status == READY,
+            table.c.queue == param("queue"),
+            table.c.priority <= param("priority"),
+            *whose,
+            table.c.next_nudge_at <= db_now(),
+        )
+
+    return Statement(lambda _dialect: select(literal_column("1", Integer)).where(or_(due(thread), due(node_run))))
+
+
+_ANYBODY, _ANY_OF_TENANT = _anybody(of_tenant=False), _anybody(of_tenant=True)
+
+
 def _walks(_dialect: str) -> Executable:
     both = union_all(*(_walk(table, kind) for kind, table in _TABLES.items())).subquery("both")
     return select(both).order_by(both.c.tenant)
@@ -229,6 +247,19 @@ class Admission:
                     break
         admitted.is_full = any(free.get(scope, 1) <= 0 for scope in wanted or ())
         return admitted
+
+    def is_anybody_due(self, scopes: Iterable[str], priority_max: int) -> bool:
+        """Return whether something waits for these limits that is no less urgent: cheaper than a look."""
+        wanted = set(scopes)
+        names = [name for name in map(limits.tenant_of, wanted) if name is not None]
+        for graph, queue in self._lanes:
+            params = {"queue": queue, "priority": priority_max}
+            if limits.of_graph(graph) in wanted:
+                if self._store.rows(_ANYBODY, params):
+                    return True
+            elif any(self._store.rows(_ANY_OF_TENANT, {**params, "tenant": name}) for name in names):
+                return True
+        return False
 
     def tenants(self, queue: str, priority: int) -> list[_Waiting]:
         """Return the tenants that have something due there, from the one whose turn it is."""

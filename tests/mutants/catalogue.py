@@ -351,7 +351,7 @@ MUTANTS = (
         "taking over",
         "admission finds no threads",
         "store/admission.py",
-        (('("step", thread, "node", node_run', ""),),
+        (('{"step": thread, "node": node_run}', '{"node": node_run}'),),
         seeds=50,
     ),
     Mutant(

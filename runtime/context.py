@@ -172,9 +172,9 @@ class Context(_Facts):
             raise InvalidInput(message)
         journal = self._attempt.journal
         begun = journal.begin(fn, args, kwargs, key)
-        if isinstance(begun, Lookup):
+        while isinstance(begun, Lookup):
             try:
-                answer = begun.ask(*args, **kwargs, **begun.extra)
+                answer = begun.ask(*begun.arguments, **begun.named)
             except Exception as error:  # noqa: BLE001  a lookup that fails leaves the outcome unknown, however it does
                 journal.not_looked_up(begun, error)
             begun = journal.looked_up(begun, answer)
@@ -327,9 +327,9 @@ class AsyncContext(_Facts):
     ) -> R:
         journal = self._attempt.journal
         begun: Recorded | Lookup | Call = await asyncio.to_thread(journal.begin, fn, args, kwargs, key)
-        if isinstance(begun, Lookup):
+        while isinstance(begun, Lookup):
             try:
-                answer = await _awaited(begun.ask, *args, **kwargs, **begun.extra)
+                answer = await _awaited(begun.ask, *begun.arguments, **begun.named)
             except Exception as error:  # noqa: BLE001  see `Context.effect`
                 journal.not_looked_up(begun, error)
             begun = await asyncio.to_thread(journal.looked_up, begun, answer)

@@ -126,7 +126,7 @@ def declaration_of(function: Callable[..., Any]) -> EffectDeclaration:
 def annotated_types(function: Callable[..., Any]) -> tuple[Any, ...]:
     """Return what a function's annotations declare, so that its arguments and result can be stored."""
     with contextlib.suppress(Exception):  # an annotation that cannot be resolved declares nothing
-        return tuple(typing.get_type_hints(inspect.unwrap(function)).values())
+        return tuple(typing.get_type_hints(inspect.unwrap(_whole(function))).values())
     return ()
 
 
@@ -134,8 +134,22 @@ def annotated_types(function: Callable[..., Any]) -> tuple[Any, ...]:
 def result_type(function: Callable[..., Any]) -> Any:
     """Return what a function's annotation says it returns; None when it says nothing that can be resolved."""
     with contextlib.suppress(Exception):
-        return typing.get_type_hints(inspect.unwrap(function)).get("return")
+        return typing.get_type_hints(inspect.unwrap(_whole(function))).get("return")
     return None
+
+
+def _whole(function: Callable[..., Any]) -> Callable[..., Any]:
+    """Return the function that a partial one is a part of."""
+    return function.func if isinstance(function, functools.partial) else function
+
+
+def all_arguments(
+    function: Callable[..., Any], arguments: tuple[Any, ...], named: Mapping[str, Any]
+) -> tuple[tuple[Any, ...], dict[str, Any]]:
+    """Return a call's arguments with those that a partial function was given before."""
+    if isinstance(function, functools.partial):
+        return (*function.args, *arguments), {**function.keywords, **named}
+    return arguments, dict(named)
 
 
 @functools.lru_cache(maxsize=4096)
@@ -161,10 +175,8 @@ def by_name(function: Callable[..., Any], arguments: tuple[Any, ...], named: Map
 
     What a partial function was given before is among them: it decides what is called as much as the rest.
     """
-    if isinstance(function, functools.partial):
-        arguments, named = (*function.args, *arguments), {**function.keywords, **named}
-        function = function.func
-    names = _names(function)
+    arguments, named = all_arguments(function, arguments, named)
+    names = _names(_whole(function))
     rest = {"*": list(arguments[len(names) :])} if len(arguments) > len(names) else {}
     together = {**dict(zip(names, arguments, strict=False)), **rest, **named}
     return {name: together[name] for name in sorted(together)}

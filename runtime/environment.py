@@ -15,7 +15,7 @@ from keepstep.runtime.limits import RunningMax
 from keepstep.runtime.types import TypeRegistry
 from keepstep.runtime.watchdog import Watchdog
 from keepstep.settings import Settings
-from keepstep.store.admission import Admission
+from keepstep.store.admission import Admission, withhold
 from keepstep.store.engine import Store
 from keepstep.store.leases import Nudge, Owner
 from keepstep.store.workers import carried_text
@@ -68,6 +68,25 @@ class Runtime:
         except DatabaseUnavailable as error:
             log.info("left_to_sweep", reason=error.message)
             return []
+
+    def in_turn(self, scopes: Iterable[str], own: Nudge) -> list[Nudge]:
+        """Return what runs next under these limits when a thread goes on: its own nudge, or who waits for its place.
+
+        Who waits comes first unless it is less urgent; the thread waits in its row then, and is let in by who ends.
+        """
+        if not scopes:
+            return [own]
+        first: list[Nudge] = []
+        try:
+            found = self.admission.look(lambda _queue: 1, self.running_max(), scopes=scopes, priority_max=own.priority)
+            first = found.nudges
+            if not first or not found.is_full:
+                return [*first, own]
+            withhold(self.store, [own])
+        except DatabaseUnavailable as error:
+            log.info("left_to_sweep", reason=error.message)
+            return [*first, own]
+        return first
 
     def end(self) -> None:
         """End this process, where it is ours to end."""

@@ -261,6 +261,11 @@ def _adapter(where: str, annotation: Any) -> TypeAdapter[Any] | None:
         raise GraphError(message) from error
 
 
+def fitted(where: str, annotation: Any, value: object) -> Any:
+    """Return a value that came as JSON as an annotation's type; raise `ValidationError` when it does not fit."""
+    return StateKey("", _adapter(where, annotation), None, None).fit(value)
+
+
 def _understood(annotation: Any, memo: dict[Any, Any]) -> Any:
     """Return an annotation with msgspec's types and typing's TypedDicts told in pydantic's words."""
     origin = get_origin(annotation)

@@ -14,9 +14,10 @@ import json
 import threading
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
+from types import MappingProxyType
 from typing import Any, NoReturn
 
-from pydantic import TypeAdapter, ValidationError
+from pydantic import ValidationError
 
 from keepstep.crashpoints import reach
 from keepstep.errors import (
@@ -33,6 +34,7 @@ from keepstep.runtime.codec import Codec
 from keepstep.runtime.effects import (
     NOT_DONE,
     EffectDeclaration,
+    all_arguments,
     annotated_types,
     arguments_digest,
     by_name,
@@ -40,6 +42,7 @@ from keepstep.runtime.effects import (
     result_type,
     wants_key,
 )
+from keepstep.runtime.fields import fitted, problems_of
 from keepstep.runtime.outcome import described, error_text
 from keepstep.runtime.watchdog import undisturbed
 from keepstep.store import effects as journal
@@ -62,8 +65,9 @@ class Lookup:
     call: Call
     found: EffectState
     ask: Callable[..., Any]
-    """To be called as the effect would be, with `extra`."""
-    extra: Mapping[str, Any]
+    arguments: tuple[Any, ...]
+    named: Mapping[str, Any]
+    """What to ask with: what the effect would be called with, those of a partial function among them."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -80,6 +84,9 @@ class Call:
     """Of an effect at risk, for whoever may have to find out whether it happened."""
     returns: Any = None
     """What the function's annotation says it returns; None: nothing."""
+    explicit_key: str | None = None
+    asking: tuple[tuple[Any, ...], Mapping[str, Any]] = ((), MappingProxyType({}))
+    """The arguments, positional and named, of its lookup."""
 
 
 class Journal:
@@ -126,6 +133,8 @@ class Journal:
         digest = arguments_digest(function, values, codec, declared.name)
         id_ = self._ids.reserve(f"effect {declared.name!r}", declared.name, digest, key, declared)
         extra = {"idempotency_key": f"{self._step}/{self._run}/{id_}"}
+        given, given_named = all_arguments(function, arguments, named)
+        ask = declared.lookup
         call = Call(
             EffectKey(self._fence.thread_id, self._step, self._run, id_),
             declared,
@@ -134,8 +143,10 @@ class Journal:
             extra if wants_key(function) else {},
             None if declared.idempotent else codec.encode(values, path=f"${declared.name}"),
             result_type(function),
+            key,
+            (given, given_named if ask is None or not wants_key(ask) else {**given_named, **extra}),
         )
-        return self._kept_under_way(call, lambda: self._begun(call, key, extra))
+        return self._kept_under_way(call, lambda: self._begun(call))
 
     def _kept_under_way(self, call: Call, begin: Callable[[], Recorded | Lookup | Call]) -> Recorded | Lookup | Call:
         """Begin a call; unless it is to be made now, it is no longer under way."""
@@ -148,11 +159,11 @@ class Journal:
                 self._ids.end(call.key.call)
         return begun
 
-    def _begun(self, call: Call, key: str | None, extra: Mapping[str, Any]) -> Recorded | Lookup | Call:
+    def _begun(self, call: Call) -> Recorded | Lookup | Call:
         declared = call.declared
         found = self._known().get(call.key.call)
         if found is not None:
-            self._same_call(found, declared, call.digest, key)
+            self._same_call(found, declared, call.digest, call.explicit_key)
             if found.state == journal.DONE:
                 return self._recorded(call, found)
             if found.state == journal.GIVEN_UP:
@@ -161,10 +172,16 @@ class Journal:
             if found.state == journal.INTENT and not declared.idempotent:
                 if declared.lookup is None:
                     self._unknown(found)
-                return Lookup(call, found, declared.lookup, extra if wants_key(declared.lookup) else {})
+                return Lookup(call, found, declared.lookup, *call.asking)
         return self._intended(call)
 
-    def _intended(self, call: Call) -> Call:
+    def _said_meanwhile(self, call: Call) -> Recorded | Lookup | Call:
+        """Go on from what a person has said of an effect while this attempt was about to act on it."""
+        with self._lock:
+            self._found = None
+        return self._begun(call)
+
+    def _intended(self, call: Call) -> Recorded | Lookup | Call:
         """Record the intent of a call that is at risk: from then on it may have happened."""
         declared = call.declared
         if declared.idempotent:
@@ -175,7 +192,7 @@ class Journal:
             message = f"effect {declared.name!r} was not begun: the node's time is over"
             raise NodeTimeout(message)
         reach("before_intent", call.key.call)
-        self._store.patiently(
+        begun = self._store.patiently(
             lambda: journal.begin(
                 self._store,
                 self._fence,
@@ -187,6 +204,8 @@ class Journal:
                 seconds=remaining,
             )
         )
+        if not begun:
+            return self._said_meanwhile(call)
         reach("after_intent", call.key.call)
         return call
 
@@ -196,29 +215,27 @@ class Journal:
         # A person wrote it as JSON: it becomes what the function would have returned.
         given = call.codec.decode(found.result or b"")
         try:
-            return Recorded(given if call.returns is None else TypeAdapter(call.returns).validate_python(given))
+            where = f"the result of {found.name!r}"
+            return Recorded(given if call.returns is None else fitted(where, call.returns, given))
         except ValidationError as error:
-            problem = error.errors(include_input=False, include_url=False)[0]
-            path = "".join(f"[{part}]" if isinstance(part, int) else f".{part}" for part in problem["loc"])
+            problem = next(iter(problems_of(error, "$")))
             message = (
                 f"effect {found.name!r} ({self._step}/{self._run}/{found.call}): the result that {found.resolved_by} "
-                f"gave is not what it returns: ${path}: {problem['msg']}; resolve it again"
+                f"gave is not what it returns: {problem}; resolve it again"
             )
             self._blocked = EffectUnknown(message)
             raise self._blocked from None
 
     # --- asking the outside -----------------------------------------------------------------------------------------
 
-    def looked_up(self, lookup: Lookup, answer: object) -> Recorded | Call:
+    def looked_up(self, lookup: Lookup, answer: object) -> Recorded | Lookup | Call:
         """Go on with what the outside answered: the result, or `NOT_DONE`.
 
         Raises `EffectPending` when it has not happened and still may.
         """
-        begun = self._kept_under_way(lookup.call, lambda: self._answered(lookup, answer))
-        assert not isinstance(begun, Lookup)  # noqa: S101  for the type checker: see `_answered`
-        return begun
+        return self._kept_under_way(lookup.call, lambda: self._answered(lookup, answer))
 
-    def _answered(self, lookup: Lookup, answer: object) -> Recorded | Call:
+    def _answered(self, lookup: Lookup, answer: object) -> Recorded | Lookup | Call:
         call, found = lookup.call, lookup.found
         if answer is NOT_DONE:
             left = found.seconds_left + call.declared.settling_seconds
@@ -228,9 +245,11 @@ class Journal:
                 raise self._blocked
             return self._intended(call)
         stored = call.codec.encode(answer, path=f"${call.declared.name}.result")
-        self._store.patiently(
+        recorded = self._store.patiently(
             lambda: journal.finish(self._store, found.nonce, call.key, state=journal.DONE, result=stored)
         )
+        if not recorded:
+            return self._said_meanwhile(call)
         self._ended(call, journal.DONE, stored)
         return Recorded(answer)
 

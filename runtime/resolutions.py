@@ -62,30 +62,44 @@ def resolve(
         error=None if outcome == HAPPENED else error,
         by=by,
     )
-    return Resolved(found, threads.retry(transaction, found, None) if found.status == BLOCKED else [])
+    return Resolved(found, _going_on(transaction, found, known))
+
+
+def _going_on(transaction: Transaction, found: ThreadState, known: effects.UnknownEffect) -> list[Nudge]:
+    """Run what the effect's outcome has held up again, and nothing else; return the nudges."""
+    if not effects.is_pending(transaction, known):
+        return []  # it is written down; nobody asks for it any more
+    if found.fanned:
+        return threads.retry_blocked_run(transaction, found, known.run)
+    held_up = found.status == BLOCKED and _code(found) == EffectUnknown.code
+    return threads.retry(transaction, found, None) if held_up else []
+
+
+def _code(found: ThreadState) -> str | None:
+    code: str | None = json.loads(found.error or "{}").get("code")
+    return code
 
 
 def _check(
     transaction: Transaction, found: ThreadState, known: effects.UnknownEffect, outcome: str, result: Any
 ) -> None:
-    if known.state != effects.INTENT and not _may_be_said_again(found, known):
+    if known.state != effects.INTENT and not _may_be_said_again(transaction, found, known):
         by = f", as {known.resolved_by} said" if known.resolved_by else ""
         text = f"effect {known.name!r} is {known.state}{by}: its outcome is known, there is nothing to resolve"
         raise WrongStatus(text)
     if effects.is_under_way(transaction, known):
-        text = f"effect {known.name!r} is being performed at this moment: wait for what comes of it"
+        text = f"effect {known.name!r} is being tried at this moment: wait for what comes of it"
         raise WrongStatus(text)
     if outcome != HAPPENED and result is not None:
         text = "$.result: only what happened has a result"
         raise InvalidInput(text)
 
 
-def _may_be_said_again(found: ThreadState, known: effects.UnknownEffect) -> bool:
+def _may_be_said_again(transaction: Transaction, found: ThreadState, known: effects.UnknownEffect) -> bool:
     """Tell whether a person's word may be taken back: as long as no node has gone on from it."""
-    if known.resolved_by is None:
+    if known.resolved_by is None or not effects.is_pending(transaction, known):
         return False
     if known.state == effects.GIVEN_UP:
         return found.status in {BLOCKED, FAILED}
     # The result that was given did not fit, and the thread says so.
-    code = json.loads(found.error or "{}").get("code")
-    return known.state == effects.DONE and found.status == BLOCKED and code == EffectUnknown.code
+    return known.state == effects.DONE and found.status == BLOCKED and _code(found) == EffectUnknown.code

@@ -84,11 +84,20 @@ def run_step(runtime: Runtime, thread_id: str, version: int) -> bool:
         leases.give_back(runtime.store, claim.fence.thread_id, claim.fence.nonce)
         raise
     reach("after_commit", at)
-    runtime.publish(children.attended(runtime, nudges))
+    runtime.publish(_in_turn(runtime, claim, children.attended(runtime, nudges)))
     reach("after_nudge", at)
     if all(nudge.kind == "child" for nudge in nudges):
         runtime.publish(runtime.next_within(claim.scopes))
     return True
+
+
+def _in_turn(runtime: Runtime, claim: Claim, nudges: Sequence[Nudge]) -> list[Nudge]:
+    """Under a limit no thread keeps its place from step to step while others wait for one."""
+    found: list[Nudge] = []
+    for nudge in nudges:
+        is_own = nudge.kind == "step" and nudge.thread_id == claim.thread.id
+        found += runtime.in_turn(claim.scopes, nudge) if is_own else [nudge]
+    return found
 
 
 def _step(runtime: Runtime, claim: Claim) -> list[Nudge]:

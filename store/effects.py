@@ -18,7 +18,7 @@ from sqlalchemy.sql.base import Executable
 from keepstep.store.engine import Store, Transaction
 from keepstep.store.leases import Fence
 from keepstep.store.outcomes import hold
-from keepstep.store.schema import effect, node_run, thread
+from keepstep.store.schema import checkpoint, effect, node_run, thread
 from keepstep.store.statements import Statement, db_now, param
 
 INTENT, DONE, FAILED, GIVEN_UP = "intent", "done", "failed", "given_up"
@@ -134,10 +134,13 @@ def begin(
     arguments_digest: bytes,
     arguments: bytes | None,
     seconds: float,
-) -> None:
-    """Record that an effect which is not safe to repeat is about to be performed; raise `StaleLease` when stale."""
+) -> bool:
+    """Record that an effect which is not safe to repeat is about to be performed; raise `StaleLease` when stale.
+
+    False: nothing was recorded, because its outcome is known by now.
+    """
     values = {"tenant": tenant, "name": name, "arguments_digest": arguments_digest, "arguments": arguments}
-    _write(store, fence, key, {**values, "state": INTENT, "at_risk": 1, "seconds": seconds})
+    return _write(store, fence, key, {**values, "state": INTENT, "at_risk": 1, "seconds": seconds})
 
 
 def record(
@@ -158,11 +161,11 @@ def record(
 _DEFAULTS = {"arguments": None, "at_risk": 0, "result": None, "error": None, "seconds": 0.0, "ended": None}
 
 
-def _write(store: Store, fence: Fence, key: EffectKey, values: dict[str, Any]) -> None:
+def _write(store: Store, fence: Fence, key: EffectKey, values: dict[str, Any]) -> bool:
     place = {"thread_id": key.thread_id, "step": key.step, "run": key.run, "call": key.call}
     with store.transaction() as transaction:
         hold(transaction, fence)
-        transaction.rows(_BEGIN, {**place, **_DEFAULTS, **values, "nonce": fence.nonce})
+        return bool(transaction.rows(_BEGIN, {**place, **_DEFAULTS, **values, "nonce": fence.nonce}))
 
 
 def finish(
@@ -218,8 +221,28 @@ _UNDER_WAY = Statement(
         .where(
             thread.c.id == param("thread_id"),
             or_(
-                thread.c.lease_nonce == param("nonce"),
-                exists().where(node_run.c.thread_id == param("thread_id"), node_run.c.lease_nonce == param("nonce")),
+                thread.c.lease_nonce.is_not(None),
+                exists().where(
+                    node_run.c.thread_id == param("thread_id"),
+                    node_run.c.run == param("run"),
+                    node_run.c.lease_nonce.is_not(None),
+                ),
+            ),
+        )
+        .limit(1)
+    )
+)
+# An edit writes checkpoints before the step whose key it keeps; the step itself, or a new run, is the end of it.
+_IS_PENDING = Statement(
+    lambda _dialect: (
+        select(thread.c.id)
+        .where(
+            thread.c.id == param("thread_id"),
+            ~exists().where(
+                checkpoint.c.thread_id == param("thread_id"),
+                checkpoint.c.branch == param("branch"),
+                checkpoint.c.seq >= param("seq"),
+                checkpoint.c.kind != "edit",
             ),
         )
         .limit(1)
@@ -252,9 +275,16 @@ def unknown_of_thread(transaction: Transaction, thread_id: str) -> list[str]:
 
 
 def is_under_way(transaction: Transaction, found: UnknownEffect) -> bool:
-    """Tell whether the attempt that began an effect still holds its lease."""
-    params = {"thread_id": found.thread_id, "nonce": found.nonce}
+    """Tell whether an attempt of the effect's node run holds a lease: what it is about to do is not known here."""
+    params = {"thread_id": found.thread_id, "run": found.run}
     return transaction.row(_UNDER_WAY, params) is not None
+
+
+def is_pending(transaction: Transaction, found: UnknownEffect) -> bool:
+    """Tell whether the step that an effect belongs to has not been committed, nor given up for another run."""
+    _, branch, seq = found.step.rsplit("/", 2)
+    params = {"thread_id": found.thread_id, "branch": int(branch), "seq": int(seq)}
+    return transaction.row(_IS_PENDING, params) is not None
 
 
 def resolve(

@@ -2,7 +2,8 @@
 
 A limit is a row, or stands in a graph's code. A claim under a limit takes a **slot** for each one that applies, in its
 own transaction and under a lock of the limit, so that two claims never count past each other. Nobody gives a slot back:
-it counts for as long as the lease that it was taken with stands, so every way in which a lease ends frees it.
+it counts for as long as the lease that it was taken with stands, so every way in which a lease ends frees it. A lease
+that has overstayed its deadline counts no more either: only the next claim ends it, and that claim needs a slot.
 
 Only claims to which a limit applies pay for any of this.
 """
@@ -12,9 +13,10 @@ from __future__ import annotations
 from collections.abc import Mapping
 from typing import NamedTuple
 
-from sqlalchemy import and_, delete, exists, func, insert, or_, select
+from sqlalchemy import and_, delete, exists, func, insert, not_, or_, select
 
 from keepstep.store.engine import Store, Transaction
+from keepstep.store.leases import is_takeable
 from keepstep.store.schema import limit, node_run, slot, thread
 from keepstep.store.statements import Statement, db_now, param
 
@@ -51,6 +53,12 @@ def of_tenant(name: str) -> str:
     return f"{TENANT} {name}"
 
 
+def tenant_of(scope: str) -> str | None:
+    """Return the tenant that a limit is of; None for a graph's."""
+    kind, _, name = scope.partition(" ")
+    return name if kind == TENANT else None
+
+
 _ALL = Statement(
     lambda _dialect: select(limit.c.kind, limit.c.name, limit.c.running_max).order_by(limit.c.kind, limit.c.name)
 )
@@ -62,13 +70,19 @@ _SET = Statement(
 _DROP = Statement(lambda _dialect: delete(limit).where(limit.c.kind == param("kind"), limit.c.name == param("name")))
 _LOCK = Statement(lambda _dialect: select(func.pg_advisory_xact_lock(func.hashtextextended(param("scope"), 0))))
 _STANDS = or_(
-    and_(slot.c.run == "", exists().where(thread.c.id == slot.c.thread_id, thread.c.lease_nonce == slot.c.nonce)),
+    and_(
+        slot.c.run == "",
+        exists().where(
+            thread.c.id == slot.c.thread_id, thread.c.lease_nonce == slot.c.nonce, not_(is_takeable(thread))
+        ),
+    ),
     exists().where(
         node_run.c.thread_id == slot.c.thread_id,
         node_run.c.branch == slot.c.branch,
         node_run.c.seq == slot.c.seq,
         node_run.c.run == slot.c.run,
         node_run.c.lease_nonce == slot.c.nonce,
+        not_(is_takeable(node_run)),
     ),
 )
 _FORGET_FREED = Statement(lambda _dialect: delete(slot).where(slot.c.scope == param("scope"), ~_STANDS))

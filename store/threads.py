@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from typing import Any, NamedTuple
 
-from sqlalchemy import Integer, case, cast, exists, func, insert, or_, select, update
+from sqlalchemy import ColumnElement, Integer, case, cast, exists, func, insert, or_, select, update
 
 from keepstep.store import children
 from keepstep.store.engine import Transaction
@@ -423,30 +423,37 @@ _RETRY = Statement(
         .returning(*nudge_columns(thread))
     )
 )
-_RETRY_NODE_RUNS = Statement(
-    lambda _dialect: (
-        update(node_run)
-        .where(
-            node_run.c.thread_id == param("id"),
-            node_run.c.branch == param("branch"),
-            node_run.c.seq == param("seq"),
-            one_of(node_run.c.status, (FAILED, BLOCKED, CANCELLED)),
+
+
+def _retry_node_runs(*which: ColumnElement[bool]) -> Statement:
+    return Statement(
+        lambda _dialect: (
+            update(node_run)
+            .where(
+                node_run.c.thread_id == param("id"),
+                node_run.c.branch == param("branch"),
+                node_run.c.seq == param("seq"),
+                *which,
+            )
+            .values(
+                status=READY,
+                error=None,
+                failures=0,
+                deaths=0,
+                last_death=None,
+                version=node_run.c.version + 1,
+                due_at=db_now(),
+                next_nudge_at=db_now() + NUDGE_SECONDS,
+                nudges=0,
+                ended_at=None,
+            )
+            .returning(*nudge_columns(node_run))
         )
-        .values(
-            status=READY,
-            error=None,
-            failures=0,
-            deaths=0,
-            last_death=None,
-            version=node_run.c.version + 1,
-            due_at=db_now(),
-            next_nudge_at=db_now() + NUDGE_SECONDS,
-            nudges=0,
-            ended_at=None,
-        )
-        .returning(*nudge_columns(node_run))
     )
-)
+
+
+_RETRY_NODE_RUNS = _retry_node_runs(one_of(node_run.c.status, (FAILED, BLOCKED, CANCELLED)))
+_RETRY_BLOCKED_RUN = _retry_node_runs(node_run.c.run == param("run"), node_run.c.status == BLOCKED)
 _RETRY_BESIDE = Statement(
     lambda _dialect: (
         update(thread)
@@ -583,6 +590,16 @@ def retry(transaction: Transaction, found: ThreadState, step_limit: int | None) 
         if spawned:
             children.revive(transaction, run_id)
     return [*([Nudge("node", *row) for row in again] if again else [Nudge("step", *retried)]), *kin]
+
+
+def retry_blocked_run(transaction: Transaction, found: ThreadState, run: str) -> list[Nudge]:
+    """Run one blocked node run of a fan-out again, and none beside it; return its nudge."""
+    rows = transaction.rows(_RETRY_BLOCKED_RUN, {**_place(found), "run": run})
+    if rows and found.status == BLOCKED:
+        transaction.run(_RETRY, {"id": found.id, "status": WAITING, "pending": 1, "step_limit": None})
+    elif rows:
+        transaction.run(_RETRY_BESIDE, {"id": found.id, "pending": 1})
+    return [Nudge("node", *row) for row in rows]
 
 
 def retry_beside(transaction: Transaction, found: ThreadState) -> list[Nudge]:

@@ -12,7 +12,6 @@ from keepstep.store.schema import (
     BLOCKED,
     FAILED,
     READY,
-    WAITING,
     approval,
     audit,
     checkpoint,
@@ -266,9 +265,13 @@ _UNKNOWN_EFFECTS = Statement(
             effect.c.tenant == param("tenant"),
             effect.c.state == "intent",
             effect.c.at_risk == 1,
-            or_(thread.c.lease_nonce.is_(None), thread.c.lease_nonce != effect.c.nonce),
-            ~exists().where(_held.c.thread_id == effect.c.thread_id, _held.c.lease_nonce == effect.c.nonce),
-            one_of(thread.c.status, (READY, WAITING, BLOCKED, FAILED)),
+            # Of a step that is due the node run finds out for itself, as far as it can.
+            or_(
+                one_of(thread.c.status, (BLOCKED, FAILED)),
+                exists().where(
+                    _held.c.thread_id == effect.c.thread_id, _held.c.run == effect.c.run, _held.c.status == BLOCKED
+                ),
+            ),
         )
         .order_by(effect.c.started_at)
         .limit(param("limit"))
@@ -402,9 +405,9 @@ def effects(store: Store, thread_id: str) -> list[EffectView]:
 
 
 def unknown_effects(store: Store, tenant: str, *, limit: int) -> list[tuple[str, str, EffectView]]:
-    """Return a tenant's effects that were begun by attempts that are gone and have no outcome, oldest first.
+    """Return a tenant's effects that have no outcome and hold somebody up, oldest first.
 
-    Each with the graph and the name of its thread. Those of threads that have ended are left out.
+    Each with the graph and the name of its thread.
     """
     rows = store.rows(_UNKNOWN_EFFECTS, {"tenant": tenant, "limit": limit})
     return [(row[0], row[1], EffectView(*row[2:])) for row in rows]

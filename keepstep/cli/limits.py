@@ -13,8 +13,10 @@ from keepstep.cli.command import command
 from keepstep.cli.control import By
 from keepstep.cli.session import Session
 from keepstep.errors import DatabaseUnavailable, InvalidInput
+from keepstep.ids import checked_name
 
 _NONE = "none"
+_DIGITS_MAX = 10
 
 
 @command(
@@ -60,6 +62,7 @@ def limit(
         if name is None or most is None:
             message = f"say which {kind} and how many: keepstep limit {kind} NAME MAX"
             raise InvalidInput(message)
+        checked_name(kind, name)
         running_max = _count(most)
         with store.transaction() as transaction:
             limits.put(transaction, kind, name, running_max)
@@ -72,18 +75,23 @@ def limit(
                 action="limit",
                 detail=detail,
             )
+            carried = kind != "graph" or threads.version_carried(transaction, name) is not None
     if session.as_json:
-        session.output.document({"kind": kind, "name": name, "running_max": running_max})
+        document = {"kind": kind, "name": name, "running_max": running_max}
+        session.output.document(document | ({"carried": carried} if kind == "graph" else {}))
     elif running_max is None:
         session.output.line(f"{kind} {name}: no limit")
     else:
         session.output.line(f"{kind} {name}: at most {running_max} at once")
+    if not carried and not session.as_json:
+        session.output.line(f"no live worker carries a graph named {name!r}: is the name right?")
 
 
 def _count(text: str) -> int | None:
     if text == _NONE:
         return None
-    if not text.isdecimal() or not 1 <= int(text) <= 2**31 - 1:
+    # The length first: Python refuses to read a number of thousands of digits.
+    if not text.isdecimal() or len(text) > _DIGITS_MAX or not 1 <= int(text) <= 2**31 - 1:
         message = f"MAX: a whole number from 1 on, or {_NONE} (to stop a thread: keepstep pause)"
         raise InvalidInput(message)
     return int(text)
@@ -97,4 +105,4 @@ def _list(session: Session, found: Sequence[tuple[str, str, int]], taken: dict[s
     elif rows:
         session.output.table(("OF", "NAME", "MAX", "RUNNING"), [tuple(map(str, row)) for row in rows])
     else:
-        session.output.line("no limits: every graph and every tenant may use all workers")
+        session.output.line("no limits are set here; a graph's code may have a running_max of its own")

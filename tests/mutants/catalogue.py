@@ -165,8 +165,8 @@ MUTANTS = (
         "runtime/journal.py",
         (
             (
-                "        self._store.patiently(\n            lambda: journal.begin(",
-                "        self._late = (\n            lambda: journal.begin(",
+                "        begun = self._store.patiently(\n            lambda: journal.begin(",
+                "        begun, self._late = True, (\n            lambda: journal.begin(",
             ),
             (
                 "        stored = call.codec.encode(result, path=",
@@ -224,7 +224,7 @@ MUTANTS = (
                 '            reach("before_ack", command.verb)\n',
             ),
         ),
-        ("tests/worker/test_deaths.py::test_a_command_committed_by_a_worker_that_died_is_not_lost[embedded]",),
+        ("tests/worker/test_deaths.py::test_a_command_whose_worker_died_before_it_was_committed_comes_again",),
     ),
     Mutant(
         "the command's late acknowledgement",
@@ -351,7 +351,7 @@ MUTANTS = (
         "taking over",
         "admission finds no threads",
         "store/admission.py",
-        (("range(len(PRIORITIES)), _KINDS)", 'range(len(PRIORITIES)), ["node"])'),),
+        (('("step", thread, "node", node_run', ""),),
         seeds=50,
     ),
     Mutant(

@@ -45,7 +45,8 @@ _UNFENCED = (
     *claims._HELD_BACK,
     limits._FORGET_FREED,
     limits._TAKE,
-    *(due for _, due in admission._KINDS.values()),
+    *admission._KINDS.values(),
+    *admission._DUE_NOW.values(),
     effects._END,
 )
 """What an attempt may write without holding a lease: it acquires one, it says what came of an effect, or it has ended
@@ -67,10 +68,11 @@ SELECT agent, id, name, status, seq, version, branch, fanned, pending, control, 
 FROM keepstep_thread
 """
 _RUNNING = """
-SELECT t.name, '', t.lease_nonce FROM keepstep_thread t WHERE t.agent = ?1 AND t.lease_nonce IS NOT NULL
+SELECT t.name, '', t.lease_nonce, t.lease_deadline FROM keepstep_thread t
+WHERE t.agent = ?1 AND t.lease_nonce IS NOT NULL
 UNION ALL
-SELECT t.name, n.run, n.lease_nonce FROM keepstep_node_run n JOIN keepstep_thread t ON t.id = n.thread_id
-WHERE t.agent = ?1 AND n.lease_nonce IS NOT NULL
+SELECT t.name, n.run, n.lease_nonce, n.lease_deadline FROM keepstep_node_run n JOIN keepstep_thread t
+ON t.id = n.thread_id WHERE t.agent = ?1 AND n.lease_nonce IS NOT NULL
 """
 _MISSED = """
 SELECT w.run, s.name, s.key FROM keepstep_wait w JOIN keepstep_signal s ON s.thread_id = w.thread_id
@@ -149,6 +151,7 @@ class SimulatedStore(Store):
         self.inside = False
         self.threads: dict[str, tuple[Any, ...]] = {}
         """Each thread as the last commit left it: name, status, seq, version."""
+        self.overstayed: set[str] = set()
         self.leases: dict[tuple[str, str], tuple[str | None, float | None]] = {}
         """Nonce of each thread's and node run's lease, and its first deadline by the machines' clock."""
         self.results: dict[str, int] = {}
@@ -234,7 +237,10 @@ class SimulatedStore(Store):
 
     def _check_limits(self) -> None:
         for scope, most in LIMITS.items():
-            running = self.query(_RUNNING, scope.removeprefix("graph "))
+            leased = self.query(_RUNNING, scope.removeprefix("graph "))
+            # Who has overstayed a deadline once has lost its place, whatever becomes of it.
+            self.overstayed |= {nonce for *_, nonce, deadline in leased if deadline <= self.world.database_time()}
+            running = [lease[:3] for lease in leased if lease[2] not in self.overstayed]
             self.world.require(len(running) <= most, "more run at once than may", f"{scope}: {running}")
 
     def _check_lease(

@@ -9,6 +9,7 @@ import pytest
 
 from keepstep import END, START, Graph, Send, append
 from keepstep.store import limits
+from keepstep.store.admission import withhold
 
 
 class Log(TypedDict, total=False):
@@ -134,6 +135,65 @@ def test_a_tenants_stuck_thread_with_a_limit_of_one_lets_the_others_through_when
         clock.now += 3
     assert {thread.status for thread in d.reader.threads(limit=50)} == {"done"}
     assert sorted(starts[2:]) == sorted([(-1, "c"), *((n, name) for n in range(20) for name in "abc")])
+
+
+def looping(steps):
+    """A thread's step notes its number in `steps`."""
+    graph = Graph("looping", state=Log, running_max=1)
+
+    @graph.node
+    def turn(state, ctx):
+        steps.append(ctx.thread)
+        return {"n": state["n"] - 1}
+
+    graph.edge(START, "turn")
+    graph.route("turn", lambda state: "turn" if state["n"] else END, to=["turn", END])
+    return graph
+
+
+def wait_in_rows(d):
+    """Everything that is due waits in its rows, as when there was no room in the queue."""
+    withhold(d.store, d.queue)
+    d.queue.clear()
+
+
+@pytest.mark.parametrize(
+    ("priority", "order"),
+    [
+        ("high", ["long", "long", "second", "second", "second", "long", "long"]),
+        ("normal", ["long", "long", "second", "long", "second", "long", "second"]),
+        ("low", ["long", "long", "long", "long", "second", "second", "second"]),
+    ],
+)
+def test_under_a_limit_a_thread_does_not_keep_its_place_from_step_to_step(deploy, priority, order):
+    steps = []
+    d = deploy(looping(steps))
+    d.name = "long"
+    d.start({"n": 4})
+    d.work(d.queue.pop(0))
+    own = list(d.queue)
+    d.queue.clear()
+    d.start({"n": 3}, thread="second", priority=priority)
+    wait_in_rows(d)
+    d.queue += own
+    d.drain()  # without a sweep: nobody's turn is lost
+    assert steps == order
+    assert {thread.status for thread in d.reader.threads(limit=50)} == {"done"}
+    assert limits.taken(d.store) == {}
+
+
+def test_under_a_limit_that_is_not_reached_a_thread_goes_on_beside_who_waits(deploy):
+    steps = []
+    d = deploy(looping(steps))
+    with d.store.transaction() as transaction:
+        limits.put(transaction, "graph", "looping", 2)
+    d.name = "long"
+    d.start({"n": 2})
+    first = d.queue.pop(0)
+    d.start({"n": 2}, thread="second")
+    wait_in_rows(d)
+    d.work(first)
+    assert len({nudge.thread_id for nudge in d.queue}) == 2
 
 
 def test_an_operators_limit_stands_over_the_codes(deploy):

@@ -3,15 +3,18 @@
 from __future__ import annotations
 
 import asyncio
+import contextlib
+import functools
 from dataclasses import dataclass
 from decimal import Decimal
 
+import msgspec
 import pytest
 
-from keepstep import NOT_DONE, Graph, Retry, effect
+from keepstep import END, NOT_DONE, START, Graph, Retry, effect
 from keepstep.crashpoints import Died
 from keepstep.errors import EffectGivenUp, GraphError, InvalidInput, NotFound, WrongStatus
-from keepstep.store import workers
+from keepstep.store import effects, workers
 from tests.steps.test_effects import AGAIN, Outside, State, acts
 
 
@@ -203,6 +206,27 @@ def test_a_lookup_that_fails_is_asked_again_as_the_node_is_retried_and_then_bloc
     assert len(bank.outside.calls) == 1
 
 
+def test_a_lookup_is_asked_with_what_a_partial_function_was_given_before(deploy):
+    paid, asked = [], []
+
+    def find(order, amount, *, idempotency_key):
+        asked.append((order, amount, idempotency_key))
+        return "receipt"
+
+    @effect(lookup=find)
+    def pay(order, amount) -> str:
+        paid.append((order, amount))
+        raise Died
+
+    d = deploy(acts(lambda ctx: ctx.effect(functools.partial(pay, "order-81"), amount=10, key="81")))
+    d.start()
+    killed(d)
+    assert d.drain() == "done"
+    assert asked == [("order-81", 10, f"{d.thread.id}/0/1/node/pay:81")]
+    assert paid == [("order-81", 10)]
+    assert d.values()["log"] == ["receipt"]
+
+
 def test_what_may_be_repeated_needs_no_lookup(bank):
     with pytest.raises(GraphError, match="idempotent or has a lookup"):
         bank.declared(idempotent=True, lookup=bank.find)
@@ -288,6 +312,181 @@ def test_what_is_given_up_is_an_error_that_the_node_may_handle(deploy, bank, cat
         assert len(bank.outside.calls) == 1
 
 
+@dataclass
+class Told:
+    """What the effects below have done."""
+
+    paid: list
+    entered: list
+    die: bool = True
+
+
+class Slip(msgspec.Struct):
+    """What another bank gives."""
+
+    number: int
+
+
+@pytest.mark.parametrize("wrapped", [False, True])
+def test_a_result_becomes_what_the_annotation_says_also_of_structs_and_partial_functions(deploy, wrapped):
+    def pay(amount: int) -> Slip:
+        raise Died
+
+    function = functools.partial(pay, 3) if wrapped else pay
+    graph = acts(lambda ctx: ctx.effect(function, *([] if wrapped else [3]), key="k"))
+    graph.types = (Slip,)
+    d = deploy(graph)
+    d.start()
+    killed(d)
+    assert d.drain() == "blocked"
+    d.send("resolve", effect=key_of(d), outcome="happened", result={"number": "seven"})
+    assert d.drain() == "blocked"
+    assert "the result that anna gave is not what it returns: $" in d.error[1]
+    (found,) = d.reader.effects("t")
+    d.send("resolve", effect=found.key, outcome="happened", result={"number": 7})
+    assert d.drain() == "done"
+    assert d.values()["log"] == [Slip(7)]
+
+
+def beside(told, *, ends, retry=None):
+    """A fan-out of `a`, which pays, and `b`, which asks or fails."""
+    graph = Graph("acts", state=State, fan_out=True)
+
+    def pay():
+        told.paid.append(1)
+        if told.die:
+            raise Died
+        return "paid"
+
+    @graph.node
+    def a(state, ctx):
+        told.entered.append("a")
+        return {"log": [ctx.effect(pay)]}
+
+    @graph.node(retry=retry)
+    def b(state, ctx):
+        told.entered.append("b")
+        if ends == "fails":
+            message = "never"
+            raise ValueError(message)
+        return {"log": [ctx.ask("b?").answer]}
+
+    for name in ("a", "b"):
+        graph.edge(START, name)
+        graph.edge(name, END)
+    return graph
+
+
+def died_in_a(d):
+    while d.queue:
+        with contextlib.suppress(Died):
+            d.work(d.queue.pop(0))
+    d.queue += workers.release_child(d.store, d.worker.owner.worker, 1, reason="signal 9")
+    d.drain()
+
+
+def test_a_node_run_of_a_fan_out_goes_on_while_its_sibling_waits(deploy):
+    told = Told([], [])
+    d = deploy(beside(told, ends="asks"))
+    d.start()
+    died_in_a(d)
+    assert d.thread.status == "waiting"
+    told.die = False
+
+    d.send("resolve", effect=key_of(d), outcome="happened", result="by hand")
+    assert d.drain() == "waiting"
+    d.decide("answer", answer="yes")
+    assert d.drain() == "done"
+    assert d.values()["log"] == ["by hand", "yes"]
+    assert told.paid == [1]
+
+
+def test_only_the_node_run_of_the_effect_runs_again(deploy):
+    told = Told([], [])
+    d = deploy(beside(told, ends="fails"))
+    d.start()
+    died_in_a(d)
+    assert d.thread.status == "blocked"
+    told.die = False
+    entered = told.entered.count("b")
+
+    d.send("resolve", effect=key_of(d), outcome="not_happened")
+    assert d.drain() == "failed"  # as b has, for good
+
+    assert told.entered.count("b") == entered
+    assert told.paid == [1, 1]
+    assert d.error[0] == "node_failed"
+
+
+def test_a_word_that_a_node_has_gone_on_from_stands(deploy):
+    """Its step is committed, or it went on within the step: what it did since rests on it."""
+    told = Told([], [])
+
+    def pay():
+        told.paid.append(1)
+        raise Died
+
+    def body(ctx):
+        receipt = ctx.effect(pay)
+        return [receipt, ctx.ask("Ship?").answer]
+
+    d = deploy(acts(body))
+    d.start()
+    killed(d)
+    d.drain()
+    key = key_of(d)
+    d.send("resolve", effect=key, outcome="happened", result="R-81", by="anna")
+    assert d.drain() == "waiting"
+    with pytest.raises(WrongStatus, match="as anna said: its outcome is known"):
+        d.send("resolve", effect=key, outcome="not_happened", by="bert")
+    d.decide("answer", answer="yes")
+    assert d.drain() == "done"
+    for outcome in ("not_happened", "give_up", "happened"):
+        with pytest.raises(WrongStatus, match="its outcome is known"):
+            d.send("resolve", effect=key, outcome=outcome, by="bert")
+    assert d.values()["log"] == [["R-81", "yes"]]
+    assert told.paid == [1]
+
+
+def test_what_is_given_up_may_be_known_after_all(deploy, bank):
+    d = blocked(deploy, bank, retry=None)
+    key = key_of(d)
+    d.send("resolve", effect=key, outcome="give_up")
+    assert d.drain() == "failed"
+    d.send("resolve", effect=key, outcome="happened", result={"number": 7, "amount": "12.50"})
+    d.control("retry")
+    assert d.drain() == "done"
+    assert d.values()["log"] == [Receipt(7, Decimal("12.50"))]
+    assert len(bank.outside.calls) == 1
+
+
+@pytest.mark.parametrize(("outcome", "status"), [("happened", "done"), ("give_up", "failed")])
+def test_a_word_that_comes_while_the_outside_is_asked_is_what_counts(deploy, bank, monkeypatch, outcome, status):
+    """It is refused while the attempt holds its lease; one that comes in between all the same is found."""
+
+    def find(amount, *, idempotency_key):
+        monkeypatch.setattr(effects, "is_under_way", lambda *_: False)
+        result = {"number": 7, "amount": "12.50"} if outcome == "happened" else None
+        d.send("resolve", worker=other, effect=idempotency_key, outcome=outcome, result=result)
+        return NOT_DONE
+
+    graph = Graph("acts", state=State, types=[Receipt])
+    function = bank.declared(lookup=find)
+
+    @graph.node(timeout=0.05)
+    def node(state, ctx):
+        return {"log": [ctx.effect(function, Decimal("12.50"), key="81")]}
+
+    graph.edge(START, "node")
+    d = deploy(graph)
+    other = d.worker_of(pid=2)
+    d.start()
+    killed(d)
+    d.execute("UPDATE keepstep_effect SET deadline = deadline - 100")
+    assert d.drain() == status
+    assert len(bank.outside.calls) == 1
+
+
 def test_one_command_resolves_once(deploy, bank):
     d = blocked(deploy, bank)
     said = {"effect": key_of(d), "outcome": "not_happened", "by": "anna", "id": "r1"}
@@ -332,4 +531,4 @@ def test_a_call_under_way_is_nobodys_to_resolve(deploy):
     d = deploy(acts(lambda ctx: ctx.effect(pay, 1)))
     d.start()
     assert d.drain() == "done"
-    assert found == ["effect 'pay' is being performed at this moment: wait for what comes of it"]
+    assert found == ["effect 'pay' is being tried at this moment: wait for what comes of it"]

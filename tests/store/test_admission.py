@@ -8,11 +8,12 @@ from collections import Counter
 import pytest
 
 from keepstep.ids import new_id
-from keepstep.store import claims, limits, outcomes, threads
-from keepstep.store.admission import Admission
+from keepstep.store import claims, leases, limits, outcomes, threads
+from keepstep.store.admission import Admission, _walks
 from keepstep.store.engine import Store
 from keepstep.store.schema import NEVER
-from tests.store.records import CARRIED, OWNER, claimed, created, row
+from keepstep.store.statements import Statement
+from tests.store.records import CARRIED, OWNER, claimed, created, registered, row
 
 NO_LIMITS: dict[str, int] = {}
 
@@ -89,6 +90,53 @@ def test_with_less_room_than_tenants_each_has_its_turn_in_time(store, admission)
     assert Counter(name[0] for look in looks[:5] for name in look) == dict.fromkeys("abcde", 2)
 
 
+def test_a_tenant_is_found_at_once_however_many_have_nothing_to_do_now(store, admission):
+    for number in range(200):
+        created(store, f"off{number}", tenant=f"t{number:03}")
+    with store.engine.begin() as connection:
+        connection.exec_driver_sql("UPDATE keepstep_thread SET due_at = due_at + 1e6, next_nudge_at = due_at + 1e6")
+    created(store, "mine", tenant="zz")
+    with store.engine.begin() as connection:
+        connection.exec_driver_sql("UPDATE keepstep_thread SET next_nudge_at = due_at WHERE tenant = 'zz'")
+    assert names(store, admission.look(lambda _queue: 9, NO_LIMITS)) == ["mine"]
+
+
+@pytest.mark.parametrize(("room", "looks"), [(100, 2), (2, 65)])
+def test_of_more_tenants_than_one_look_goes_through_none_is_left_out(store, admission, room, looks):
+    for number in range(130):
+        for thread in range(2):
+            created(store, f"{number}.{thread}", tenant=f"t{number:03}")
+    due(store)
+    found = [name for _ in range(looks) for name in names(store, admission.look(lambda _queue: room, NO_LIMITS))]
+    tenants = Counter(name.split(".")[0] for name in found)
+    assert len(tenants) >= (128 if room > 2 else 130)
+
+
+def test_a_walk_that_is_cut_short_goes_on_where_it_was(store, monkeypatch):
+    monkeypatch.setattr("keepstep.store.admission._SEEN_MAX", 3)
+    monkeypatch.setattr("keepstep.store.admission._WALK", Statement(_walks))
+    admission = Admission(store, [("agent", "1")])
+    for name in "abcdefgh":
+        created(store, name, tenant=name)
+    with store.engine.begin() as connection:
+        connection.exec_driver_sql("UPDATE keepstep_thread SET next_nudge_at = 1 WHERE tenant = 'h'")
+    looks = [names(store, admission.look(lambda _queue: 9, NO_LIMITS)) for _ in range(3)]
+    assert looks == [[], [], ["h"]]
+
+
+def test_node_runs_get_their_part_of_the_room_beside_a_flood_of_steps(store, admission):
+    for number in range(20):
+        created(store, f"flood{number}", tenant="flood")
+    for tenant in ("flood", "other"):
+        fence = claimed(store, created(store, "fanned", tenant=tenant)).fence
+        outcomes.fan_out(store, fence, [outcomes.NewNodeRun(f"n#{n}", "step", "n", None, 60.0) for n in range(2)])
+    due(store)
+    with store.engine.begin() as connection:
+        connection.exec_driver_sql("UPDATE keepstep_node_run SET next_nudge_at = due_at")
+    look = admission.look(lambda _queue: 8, NO_LIMITS)
+    assert Counter(nudge.kind for nudge in look.nudges) == {"node": 4, "step": 4}
+
+
 def test_the_urgent_ones_go_first(store, admission):
     for name, priority in (("low", 2), ("normal", 1), ("high", 0), ("high too", 0)):
         created(store, name, priority=priority)
@@ -157,6 +205,40 @@ def test_as_many_run_at_once_as_may(store):
     assert claim(third) is not None
     assert claim(first) is None
     assert limits.taken(store) == {"graph agent": 2}
+
+
+def test_a_lease_that_overstayed_its_deadline_does_not_keep_its_own_takeover_out(store):
+    lost, other = created(store, "lost"), created(store, "other")
+    worker = leases.Owner(registered(store), 1)
+
+    def claim(thread_id):
+        return claims.claim_thread(store, thread_id, 1, owner=worker, carried=CARRIED, running_max={"graph agent": 1})
+
+    assert claim(lost) is not None
+    assert claim(other) is None
+    with store.engine.begin() as connection:
+        connection.exec_driver_sql(f"UPDATE keepstep_thread SET lease_deadline = 1 WHERE id = '{lost}'")
+    assert limits.taken(store) == {}
+    assert claim(lost) is not None
+    assert claim(other) is None
+    assert limits.taken(store) == {"graph agent": 1}
+
+
+def test_a_node_run_that_overstayed_its_deadline_neither(store):
+    thread_id = created(store)
+    fence = claimed(store, thread_id).fence
+    outcomes.fan_out(store, fence, [outcomes.NewNodeRun("n#0", "step", "n", None, 60.0)])
+    worker = leases.Owner(registered(store), 1)
+
+    def claim():
+        return claims.claim_node(
+            store, thread_id, 0, "n#0", 0, owner=worker, carried=CARRIED, running_max={"graph agent": 1}
+        )
+
+    assert claim() is not None
+    with store.engine.begin() as connection:
+        connection.exec_driver_sql("UPDATE keepstep_node_run SET lease_deadline = 1")
+    assert claim() is not None
 
 
 def test_a_tenants_limit_stands_beside_the_graphs(store):

@@ -251,18 +251,20 @@ def test_limits_are_set_listed_and_taken_away(sqlite_url, capsys):
         out, err = capsys.readouterr()
         return (err if code else out).splitlines()
 
-    assert typed() == ["no limits: every graph and every tenant may use all workers"]
-    assert typed("graph", "refunds", "20") == ["graph refunds: at most 20 at once"]
+    assert typed() == ["no limits are set here; a graph's code may have a running_max of its own"]
+    unknown = "no live worker carries a graph named 'refunds': is the name right?"
+    assert typed("graph", "refunds", "20") == ["graph refunds: at most 20 at once", unknown]
     assert typed("tenant", "acme", "4", "--by", "anna") == ["tenant acme: at most 4 at once"]
     assert [line.split() for line in typed()] == [
         ["OF", "NAME", "MAX", "RUNNING"],
         ["graph", "refunds", "20", "0"],
         ["tenant", "acme", "4", "0"],
     ]
-    for text in ("0", "-1", "many", "1.5", str(2**31)):
+    for text in ("0", "-1", "many", "1.5", str(2**31), "9" * 5000):
         assert "MAX: a whole number from 1 on, or none" in typed("graph", "refunds", "--", text, code=2)[0]
     assert "say which graph and how many" in typed("graph", code=2)[0]
-    assert typed("graph", "refunds", "none") == ["graph refunds: no limit"]
+    assert "graph must be 1 to 200 printable characters" in typed("graph", "a\nb", "1", code=2)[0]
+    assert typed("graph", "refunds", "none") == ["graph refunds: no limit", unknown]
     assert json.loads("".join(typed("--json"))) == [{"kind": "tenant", "name": "acme", "running_max": 4, "running": 0}]
     engine = create_engine(sqlite_url)
     with engine.connect() as connection:

@@ -197,6 +197,20 @@ def test_a_worker_killed_at_a_boundary_repeats_no_committed_step(deployment, poi
     assert deployment.counts("paid") == Counter({"t a": 1, "t b": 1, "t c": 1})
 
 
+def test_a_command_whose_worker_died_before_it_was_committed_comes_again(embedded, tmp_path):
+    """Sent once, by somebody who waits for no answer: the broker alone brings it back."""
+    first = embedded.launch(
+        pool="solo", KEEPSTEP_CRASH_AT="inside_command", KEEPSTEP_CRASH_MARK=str(tmp_path / "crashed")
+    )
+    with keepstep.Client(settings=embedded.settings) as client:
+        client.start("chain", "t", {})
+    assert first.process.wait(60) == -signal.SIGKILL
+    assert embedded.statuses() == {}
+    embedded.worker(concurrency=1)
+    embedded.ended("t", seconds=30)
+    assert embedded.counts("starts") == Counter({"t a": 1, "t b": 1, "t c": 1})
+
+
 def test_a_command_committed_by_a_worker_that_died_is_not_lost(deployment, tmp_path):
     first = deployment.launch(
         pool="solo", KEEPSTEP_CRASH_AT="after_command", KEEPSTEP_CRASH_MARK=str(tmp_path / "crashed")

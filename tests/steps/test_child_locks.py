@@ -145,6 +145,36 @@ def test_parents_and_children_that_end_and_are_cancelled_at_once_never_lock_each
     assert deadlocks(d) == 0
 
 
+def test_children_that_end_while_their_parent_is_cancelled_and_taken_up_again_are_all_told(served):
+    d = served(parent_of(3), child)
+    actors = [d.worker_of(pid=10 + number) for number in range(5)]
+    for number in range(ROUNDS // 2):
+        name = f"p{number}"
+        d.start(thread=name)
+        while d.queue:
+            d.work(d.queue.pop(0))
+        for each in d.reader.children(name):
+            d.signal("go", each.thread, thread=each.thread)
+        ends, d.queue[:] = list(d.queue), []
+
+        def back_and_forth(name=name):
+            d.control("cancel", thread=name, worker=actors[0])
+            d.control("retry", thread=name, worker=actors[0])
+
+        last_steps = [lambda nudge=nudge, at=at: d.work(nudge, actors[2 + at]) for at, nudge in enumerate(ends)]
+        at_once([back_and_forth, *last_steps, lambda: d.sweep(worker=actors[1])])
+        for _ in range(3):
+            d.execute("UPDATE keepstep_child SET due_at = 0 WHERE due_at IS NOT NULL")
+            d.execute("UPDATE keepstep_thread SET next_nudge_at = 0 WHERE status = 'ready'")
+            d.sweep()
+            while d.queue:
+                d.work(d.queue.pop(0))
+
+        assert d.reader.get(name).status == "done"
+        assert [(each.state, each.status) for each in d.reader.children(name)] == [("delivered", "done")] * 3
+    assert deadlocks(d) == 0
+
+
 def test_a_parent_that_is_cancelled_while_it_spawns_leaves_nothing_that_runs(served):
     graph, begun = Graph("parent", state=Log), threading.Event()
 

@@ -61,5 +61,5 @@ def test_a_command_that_is_forgotten_is_found(monkeypatch):
 
 def test_a_lock_that_does_not_look_is_found(monkeypatch):
     monkeypatch.setattr(outcomes, "hold", lambda *_: None)
-    violations = {report.violation.split(":")[0] for report in map(simulate, range(60)) if report.violation}
+    violations = {report.violation.split(":")[0] for report in map(simulate, range(200)) if report.violation}
     assert "a stale owner wrote" in violations

@@ -15,6 +15,7 @@ from keepstep import END, START, Graph, append
 from keepstep.runtime import superstep
 from keepstep.runtime.environment import Runtime
 from keepstep.store import workers
+from keepstep.store.admission import withhold
 from keepstep.store.engine import Store
 from keepstep.store.leases import Owner, queue_of
 from keepstep.tasks.liveness import Liveness
@@ -62,7 +63,13 @@ class Member:
         registration = Registration(settings, self.store, graphs, concurrency=1)
         self.id = registration.worker_id
         liveness = Liveness(settings, registration)
-        room = Room(Publisher(settings), [queue_of(*key) for key in graphs], concurrency=1, nudges_max=100)
+        room = Room(
+            Publisher(settings),
+            [queue_of(*key) for key in graphs],
+            concurrency=1,
+            nudges_max=100,
+            withheld=lambda nudges: withhold(self.store, nudges),
+        )
         sweeper = Sweeper(settings, graphs.values(), self.id, liveness, room)
         self.services = [liveness, sweeper]
         self.liveness = liveness

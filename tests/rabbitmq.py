@@ -31,6 +31,10 @@ _START_SECONDS = 90.0
 _STOP_SECONDS = 10.0
 _ANSWER_SECONDS = 30.0
 _INSTALL_SECONDS = 100.0
+_WRITE_DOWN = (
+    "begin mnesia:dump_log(), [disk_log:sync(L) || L <- element(1, disk_log:accessible_logs())], "
+    "[dets:sync(T) || T <- dets:all()] end"
+)
 _INSTALL = "apt-get -q -y -o Acquire::http::Timeout=10 -o Acquire::Retries=1 -o DPkg::Lock::Timeout=60"
 # Debian's program on the PATH is a wrapper that becomes another user; this is the program itself.
 _DEBIAN = Path("/usr/lib/rabbitmq/bin/rabbitmq-server")
@@ -307,10 +311,11 @@ class RabbitMQServer:
 
     def kill(self) -> None:
         """End it at once, as a power cut does."""
-        # It writes down half a second late that there is a new quorum queue: one that was made just before a kill stays
-        # unusable until somebody removes it, which is RabbitMQ's fault and would be taken for ours.
+        # It writes down a little late that there is a new queue: a quorum queue that was made just before a kill stays
+        # unusable until somebody removes it, and a classic one is sometimes gone. That is RabbitMQ's fault and would be
+        # taken for ours.
         with contextlib.suppress(RuntimeError, OSError):
-            self.ask("[dets:sync(T) || T <- dets:all()]", 2.0)
+            self.ask(_WRITE_DOWN, 2.0)
         self._signal(signal.SIGKILL)
         for process in (self._process, self._mapper):
             if process is not None:

@@ -140,6 +140,12 @@ class WrongStatus(Conflict):
     code = "wrong_status"
 
 
+class RunUndone(WrongStatus):
+    """What the run did was undone: the thread can be given another run, but this one cannot go on."""
+
+    code = "run_undone"
+
+
 class StepRunning(Conflict):
     """The thread's step is running."""
 
@@ -243,6 +249,18 @@ class Diverged(ThreadBlocked):
     """A retry went another way than the attempt before it."""
 
     code = "diverged"
+
+
+class UndoUnavailable(ThreadBlocked):
+    """The function that undoes an effect is not known to the worker."""
+
+    code = "undo_unavailable"
+
+
+class UndoFailed(ThreadBlocked):
+    """An effect of a failed run could not be undone, and has no attempts left."""
+
+    code = "undo_failed"
 
 
 class WorkerLost(ThreadBlocked):

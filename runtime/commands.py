@@ -24,6 +24,7 @@ from keepstep.errors import (
     InvalidInput,
     NotFound,
     RunInProgress,
+    RunUndone,
     StateError,
     TooLarge,
     UnknownGraph,
@@ -40,7 +41,7 @@ from keepstep.runtime.outcome import error_text
 from keepstep.store import signals, threads, waits
 from keepstep.store.engine import Transaction
 from keepstep.store.leases import Nudge
-from keepstep.store.schema import BLOCKED, CANCELLED, ENDED, FAILED, WAITING
+from keepstep.store.schema import BLOCKED, CANCELLED, ENDED, FAILED, UNDONE, WAITING
 from keepstep.store.threads import NewRun, ThreadState
 from keepstep.store.waits import ApprovalState, DecisionState
 
@@ -452,6 +453,9 @@ def _retry(transaction: Transaction, found: ThreadState, message: ControlMessage
     if found.status not in (FAILED, BLOCKED, CANCELLED):
         text = f"thread {found.name!r} is {found.status}: only what failed, is blocked or was cancelled can be retried"
         raise WrongStatus(text)
+    if found.undoing == UNDONE:
+        text = f"what the run of thread {found.name!r} did was undone when it failed: give the thread another run"
+        raise RunUndone(text)
     if not found.run_active:
         was = "failed" if found.status == FAILED else "was cancelled"
         text = f"thread {found.name!r} {was} before its run began: start it again, with input that fits"

@@ -26,6 +26,7 @@ from keepstep.errors import (
     EffectGivenUp,
     EffectPending,
     EffectUnknown,
+    InvalidInput,
     NodeTimeout,
     ThreadBlocked,
 )
@@ -49,6 +50,7 @@ from keepstep.store import effects as journal
 from keepstep.store.effects import EffectKey, EffectState
 from keepstep.store.engine import Store
 from keepstep.store.leases import Fence
+from keepstep.store.undoing import SUFFIX
 
 
 @dataclass(frozen=True, slots=True)
@@ -103,12 +105,15 @@ class Journal:
         codec: Codec,
         load: bool,
         remaining: Callable[[], float],
+        run_id: str | None = None,
     ) -> None:
+        """`run` is the node run, `run_id` the thread's run; `remaining` says how many seconds the attempt has left."""
         self._store = store
         self._fence = fence
         self._tenant = tenant
         self._step = step
         self._run = run
+        self._run_id = run_id
         self._codec = codec
         self._remaining = remaining
         self._found: dict[str, EffectState] | None = None if load else {}
@@ -131,6 +136,9 @@ class Journal:
         codec = self._codec.including(*annotated_types(function))
         values = by_name(function, arguments, named)
         digest = arguments_digest(function, values, codec, declared.name)
+        if key is not None and key.endswith(SUFFIX):
+            message = f"effect {declared.name!r}: key {key!r} ends with {SUFFIX!r}, as the keys of undos do"
+            raise InvalidInput(message)
         id_ = self._ids.reserve(f"effect {declared.name!r}", declared.name, digest, key, declared)
         extra = {"idempotency_key": f"{self._step}/{self._run}/{id_}"}
         given, given_named = all_arguments(function, arguments, named)
@@ -202,6 +210,8 @@ class Journal:
                 arguments_digest=call.digest,
                 arguments=call.arguments,
                 seconds=remaining,
+                run_id=self._run_id,
+                undo=declared.undo_name,
             )
         )
         if not begun:
@@ -288,6 +298,7 @@ class Journal:
                     name=call.declared.name,
                     arguments_digest=call.digest,
                     result=stored,
+                    run_id=self._run_id,
                 )
             )
         else:

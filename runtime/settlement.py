@@ -71,7 +71,7 @@ def _ended(
         error=error,
         failures=failures,
         events=events,
-        undo_lease_seconds=runtime.lease_seconds(runtime.settings.node_timeout_seconds),
+        undo_lease_seconds=runtime.undo_lease_seconds,
     )
 
 

@@ -508,7 +508,7 @@ def _commit(
             events=events,
             begins_run=kind == "input",
             signals_of=waits_of,
-            undo_lease_seconds=undoing.lease_seconds(runtime),
+            undo_lease_seconds=runtime.undo_lease_seconds,
         ),
         patience_seconds=PATIENCE_SECONDS,
     )
@@ -574,7 +574,7 @@ def _stop(runtime: Runtime, claim: Claim, status: str, error: str, others: str =
             status=status,
             error=error,
             failures=claim.attempt.failures,
-            undo_lease_seconds=undoing.lease_seconds(runtime),
+            undo_lease_seconds=runtime.undo_lease_seconds,
         ),
         seconds=PATIENCE_SECONDS,
     )

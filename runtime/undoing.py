@@ -58,11 +58,6 @@ RETRY = Retry()
 """How an undo that fails is tried again."""
 
 
-def lease_seconds(runtime: Runtime) -> float:
-    """Return how long a lease lasts under which an effect is undone: an undo has the time of nodes by default."""
-    return runtime.lease_seconds(runtime.settings.node_timeout_seconds)
-
-
 def undo_next(runtime: Runtime, claim: Claim, graph: CompiledGraph) -> list[Nudge]:
     """Undo the newest effect that is left of a failed run; return the nudges that follow.
 

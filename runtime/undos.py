@@ -82,7 +82,7 @@ def arguments_of(undo: Callable[..., Any], given: Mapping[str, Any], result: obj
     parameters = inspect.signature(undo).parameters.values()
     own = dict(zip(_OWN, (result, key), strict=True))
     if any(each.kind is each.VAR_KEYWORD for each in parameters):
-        return {**given, **own}
+        return {**{name: value for name, value in given.items() if name != "*"}, **own}
     together = {**given, **own}
     return {each.name: together[each.name] for each in parameters if each.name in together}
 

@@ -95,7 +95,7 @@ def _with_note(error: str, counts: Counter[str]) -> str:
     note = f"{done} effect{' was' if done == 1 else 's were'} undone"
     if given_up:
         note += f", {given_up} {'was' if given_up == 1 else 'were'} left as {'it is' if given_up == 1 else 'they are'}"
-    parts["message"] = f"{parts.get('message', '')} ({note})"
+    parts["message"] = f"{parts.get('message', '')} ({note}: start it again)"
     return json.dumps({**parts, "undone": done}, ensure_ascii=True)
 
 

@@ -12,20 +12,30 @@ from keepstep.runtime import undos
 from keepstep.runtime.effects import declaration_of
 
 
-@pytest.fixture(autouse=True)
-def declared(monkeypatch):
-    """A process in which nothing is declared yet."""
-    known = {}
-    monkeypatch.setattr(undos, "_declared", known)
-    return known
-
-
 def book(seat, price=0, *, note=""):
     return seat
 
 
 def cancel(seat, result, *, idempotency_key):
     return result
+
+
+def needs_more(seat, colour):
+    return seat, colour
+
+
+def by_position(seat, /):
+    return seat
+
+
+@pytest.fixture(autouse=True)
+def declared(monkeypatch):
+    """A process in which nothing is declared yet."""
+    known = {}
+    monkeypatch.setattr(undos, "_declared", known)
+    yield known
+    for function in (book, cancel, needs_more, by_position):
+        vars(function).clear()
 
 
 def test_an_effect_without_an_undo_declares_none(declared):
@@ -68,14 +78,6 @@ def test_an_effect_with_an_undo_may_have_a_lookup():
     assert (declared.lookup, declared.undo_name) == (book, f"{__name__}.cancel")
 
 
-def needs_more(seat, colour):
-    return seat, colour
-
-
-def by_position(seat, /):
-    return seat
-
-
 @pytest.mark.parametrize(
     ("options", "text"),
     [
@@ -95,11 +97,8 @@ def test_what_cannot_be_undone_is_refused(declared, options, text):
 
 def test_an_undo_has_no_undo_itself():
     again = effect(undo=book)(cancel)
-    try:
-        with pytest.raises(GraphError, match="its undo has an undo itself"):
-            effect(undo=again)(book)
-    finally:
-        del cancel.__keepstep_effect__
+    with pytest.raises(GraphError, match="its undo has an undo itself"):
+        effect(undo=again)(book)
 
 
 def test_an_effect_that_takes_anything_by_name_may_be_undone_by_what_needs_anything():

@@ -71,7 +71,8 @@ def went_on(store: Store, fence: Fence, undone: Undoable | None, outcome: str = 
         if undone is not None:
             place = {"step": undone.step, "run": undone.run, "call": undone.call}
             transaction.run(_MARK, {**place, "thread_id": fence.thread_id, "undone": outcome})
-        error = str(transaction.rows(_ERROR, {"run_id": locked.run_id})[0][0] or "{}")
+        kept = transaction.row(_ERROR, {"run_id": locked.run_id})
+        error = str(kept[0]) if kept is not None and kept[0] else "{}"
         row = transaction.row(_GO_ON, {**fence_params(fence), "error": error})
         if row is None:
             text = _with_note(error, _counts(transaction, fence, locked))

@@ -202,6 +202,17 @@ def test_each_undo_is_a_claim_of_its_own_which_any_worker_may_take(deploy, agenc
     assert (d.thread.status, d.queue) == ("failed", [])
 
 
+def test_several_workers_undo_each_effect_once(deploy, agency):
+    d = deploy(trip(agency.declared()))
+    d.start()
+    until_undoing(d)
+    others = [d.worker_of(pid=pid) for pid in (2, 3)]
+    d.queue += d.queue * 5
+    assert d.drain_together(d.worker, *others) == "failed"
+    assert agency.ledger == BOOKED + CANCELLED
+    assert len(audited(d)) == 3
+
+
 def test_what_a_failed_attempt_did_is_undone_once_and_what_failed_is_not(deploy, agency):
     tries = []
 

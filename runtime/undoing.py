@@ -141,7 +141,7 @@ class _Undoing:
             return begun
         answer = self._asked(begun)
         if answer is NOT_DONE:
-            self._journal.not_done(begun)
+            self._journal.not_happened(begun)
             return None
         found = self._journal.looked_up(begun, answer)
         return found if isinstance(found, Recorded) else None

@@ -44,7 +44,7 @@ class UndoJournal(Journal):
             raise StepError(message)
         return begun
 
-    def not_done(self, lookup: Lookup) -> None:
+    def not_happened(self, lookup: Lookup) -> None:
         """Record that an effect has not happened, so that there is nothing to undo.
 
         Raises `EffectPending` while it still may.

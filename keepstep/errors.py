@@ -209,6 +209,15 @@ class EffectConflict(StepError):
     code = "effect_conflict"
 
 
+class AnswerLost(StepError):
+    """A call to the outside was sent and its answer was lost: it may have happened.
+
+    For functions to raise that know it better than their exception tells.
+    """
+
+    code = "answer_lost"
+
+
 class EffectGivenUp(StepError):
     """An effect whose outcome was unknown was given up by a person; the node decides what that means."""
 

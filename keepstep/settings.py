@@ -38,6 +38,8 @@ class Settings(BaseSettings):
     """Modules (`package.module`) or files (`agent.py`) whose `Graph` objects a worker carries; comma-separated."""
     tenant: str = "default"
     """The tenant of a client or CLI that names none."""
+    outboxes: Annotated[tuple[str, ...], NoDecode] = ()
+    """SQLAlchemy URLs of producers' databases whose outbox a worker relays; comma-separated."""
     queue: str = "keepstep"
     """Prefix of every queue's name, so that deployments can share a broker."""
 
@@ -78,7 +80,7 @@ class Settings(BaseSettings):
     signal_ttl_seconds: Seconds = 7 * 86400.0
     """How long a signal waits for somebody to ask for it."""
 
-    @field_validator("graphs", mode="before")
+    @field_validator("graphs", "outboxes", mode="before")
     @classmethod
     def _split(cls, value: object) -> object:
         return tuple(part.strip() for part in value.split(",") if part.strip()) if isinstance(value, str) else value

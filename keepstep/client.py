@@ -17,7 +17,7 @@ from typing import TYPE_CHECKING, Any, Literal, Self
 
 import kombu
 
-from keepstep import blockage, errors, ids, outbox
+from keepstep import blockage, errors, ids, outbox, signing
 from keepstep import broker as brokers
 from keepstep.jsonvalue import checked_json
 from keepstep.link import Link, Replies
@@ -82,6 +82,9 @@ class Client:
     that time the broker is tried again, then `BrokerUnavailable` is raised. With `confirm`, a verb returns when a
     worker has accepted the command and raises the typed error when it was refused; until then the command is sent again
     with the same id, and after `timeout` seconds `NotConfirmed` is raised.
+
+    Where the settings name a `signing_key`, commands are signed: as the word of whoever a verb names with `by`, else of
+    `principal` (the key's id when there is none), who has these `roles`.
     """
 
     def __init__(
@@ -91,6 +94,8 @@ class Client:
         tenant: str | None = None,
         application: str = "default",
         settings: Settings | None = None,
+        principal: str | None = None,
+        roles: Sequence[str] = (),
         confirm: bool = False,
         timeout: float = 5.0,
     ) -> None:
@@ -101,6 +106,11 @@ class Client:
         self._bytes_max = settings.message_bytes_max
         self._tenant = ids.checked_name("tenant", settings.tenant if tenant is None else tenant)
         self._application = ids.checked_name("application", application)
+        self._principal = principal
+        self._roles = tuple(roles)
+        self._signer = None
+        if settings.signing_key:
+            self._signer = signing.Signer.load(settings.signing_key, audience=settings.audience)
         self._confirm = confirm
         self._timeout = timeout
         self._begin()
@@ -319,7 +329,11 @@ class Client:
             if name in message:
                 ids.checked_name(name, message[name])
         checked_json(message)
-        body = json.dumps(message, ensure_ascii=False, allow_nan=False, separators=(",", ":")).encode()
+        sent, signer = message, self._signer
+        if signer is not None:
+            principal = message.get("by") or self._principal or signer.kid
+            sent = signer.signed(message, principal=principal, roles=self._roles)
+        body = json.dumps(sent, ensure_ascii=False, allow_nan=False, separators=(",", ":")).encode()
         if len(body) > self._bytes_max:
             text = f"the {verb} message has {len(body)} bytes; message_bytes_max allows {self._bytes_max}"
             raise errors.TooLarge(text)

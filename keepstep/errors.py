@@ -116,6 +116,18 @@ class Conflict(InvalidInput):
     code = "conflict"
 
 
+class Unauthenticated(InvalidInput):
+    """It is not known who sent this."""
+
+    code = "unauthenticated"
+
+
+class Forbidden(InvalidInput):
+    """Whoever sent this may not."""
+
+    code = "forbidden"
+
+
 class RunInProgress(Conflict):
     """The thread has a run that has not ended."""
 

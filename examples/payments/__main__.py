@@ -100,7 +100,11 @@ class Ours:
     amount: str
     """The sum in the agent's report."""
     unknown: int
+    """Effects that are still without an outcome."""
     resolved: list[str]
+    """What the operator had to say."""
+    retried: int
+    """How many threads that had lost their worker too often she let go on."""
 
 
 def _paid(
@@ -123,7 +127,7 @@ def _paid(
                 screen.say(f"{child.thread} has {child.status}: {child.error}", style="red")
         totals = reader.state(_THREAD, graph=_GRAPH)["totals"]["v"]
         amount = money.written(money.cents(Decimal(totals["amount"]["v"])))
-        return Ours(amount, len(reader.unknown_effects()), people.resolved)
+        return Ours(amount, len(reader.unknown_effects()), people.resolved, people.retried)
 
 
 def _watch(screen: Screen, reader: Reader, killer: Killer, people: People, outside: Outside, refunds: int) -> None:
@@ -226,7 +230,8 @@ def _judge(screen: Screen, rows: list[Row], records: Records, ours: Ours, more: 
 def _on_unknown(records: Records, ours: Ours) -> str:
     asked = sum(each.endpoint == "GET /payments" for each in records.requests)
     said = ", ".join(f"{what} {times} x" for what, times in sorted(Counter(ours.resolved).items())) or "nothing"
-    return f"\nNot known at first: the bank was asked {asked} x what it had paid; an operator had to say: {said}."
+    more = f" {ours.retried} x she let a refund go on that had lost its worker too often." if ours.retried else ""
+    return f"\nNot known at first: the bank was asked {asked} x what it had paid; an operator had to say: {said}.{more}"
 
 
 if __name__ == "__main__":

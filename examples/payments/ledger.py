@@ -13,11 +13,13 @@ from __future__ import annotations
 import sqlite3
 import threading
 import time
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
+from typing import Any, TypeVar
+
+T = TypeVar("T")
 
 _TABLES = """
 CREATE TABLE IF NOT EXISTS balance (cents INTEGER NOT NULL);
@@ -218,10 +220,10 @@ class Ledger:
         return found
 
 
-def _one(rows: Any, kind: Any) -> Any:
+def _one(rows: Any, kind: Callable[..., T]) -> T | None:
     row = rows.fetchone()
     return None if row is None else kind(*row)
 
 
-def _known(rows: Any, kind: Any) -> Any:
+def _known(rows: Any, kind: Callable[..., T]) -> T:
     return kind(*rows.fetchone())

@@ -46,7 +46,7 @@ class Receiver:
             text=_text(parsed),
         )
         await asyncio.sleep(rolled.random() * self._slow_seconds_max)
-        if rolled.random() < self._lost and server.transport is not None:
+        if rolled.random() < self._lost and isinstance(server.transport, asyncio.WriteTransport):
             server.transport.abort()
         return _ACCEPTED
 

@@ -6,6 +6,7 @@ by messages. The operator looks into the bank's and the mail server's own record
 
 from __future__ import annotations
 
+import functools
 import threading
 import time
 from collections.abc import Callable
@@ -88,7 +89,7 @@ class People(threading.Thread):
             ):
                 while not self._home.wait(_LOOK_SECONDS):
                     for approval in reader.approvals():
-                        self._sent(lambda approval=approval: self._decide(client, approval))
+                        self._sent(functools.partial(self._decide, client, approval))
                     for thread in reader.threads(status="blocked", limit=1000):
                         self._unblock(client, reader, thread, ledger, mailbox)
         except BaseException as error:  # noqa: BLE001  the show raises it
@@ -97,7 +98,7 @@ class People(threading.Thread):
             ledger.close()
             mailbox.close()
 
-    def _sent(self, send: Callable[[], None]) -> bool:
+    def _sent(self, send: Callable[[], object]) -> bool:
         """Say something; False when it was said before, or nobody has confirmed it yet: then there is another look."""
         try:
             send()
@@ -119,7 +120,7 @@ class People(threading.Thread):
     def _unblock(self, client: Client, reader: Reader, thread: Thread, ledger: Ledger, mailbox: Mailbox) -> None:
         code = (thread.error or {}).get("code")
         if code == "worker_lost":
-            if self._sent(lambda: client.retry(thread.name, graph=thread.graph, by=OPERATOR) and None):
+            if self._sent(functools.partial(client.retry, thread.name, graph=thread.graph, by=OPERATOR)):
                 self.retried += 1
                 self._say(f"{thread.name} lost its worker too often; {OPERATOR} lets it go on")
             return
@@ -133,7 +134,7 @@ class People(threading.Thread):
             if found is None and time.time() < effect.started_at + CALL_SECONDS + SETTLING_SECONDS:
                 continue  # it may still happen
             outcome, result = ("not_happened", None) if found is None else ("happened", found)
-            if self._sent(lambda: self._resolve(client, effect, outcome, result)):  # noqa: B023  called here
+            if self._sent(functools.partial(self._resolve, client, effect, outcome, result)):
                 self.resolved.append(f"{effect.name} {outcome}")
                 where = "the bank's ledger" if effect.name == "send_payment" else "the mail server's box"
                 told = "it has happened" if found is not None else "it has not happened"

@@ -32,7 +32,7 @@ help: ## this list
 	@printf 'Targets:\n'
 	@sed -n 's/^\([a-z][a-z-]*\):[^#]*## /\1\t/p' Makefile | while IFS=$$'\t' read -r name text; do \
 		printf '  %-15s%s\n' "$$name" "$$text"; done
-	@printf 'Variables: PYTHON (makes the environment), PYTEST_ARGS (make test PYTEST_ARGS="-k lease -x"),\n  SEEDS, SEED (make simulate)\n'
+	@printf 'Variables: PYTHON (makes the environment), PYTEST_ARGS (make test PYTEST_ARGS="-k lease -x"),\n  SEEDS (make simulate), SEED (make simulate, make demo-payments)\n'
 
 run: $(VENV)/.runnable ## an agent audits the licences of this environment, on two workers of which one is killed
 	@$(BIN)/python -m examples.licence_audit

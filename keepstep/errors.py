@@ -228,6 +228,8 @@ class AnswerLost(StepError):
     """
 
     code = "answer_lost"
+    # Of an effect that may be repeated, and of a lookup; one at risk never comes to a retry without being asked about.
+    retryable = True
 
 
 class EffectGivenUp(StepError):

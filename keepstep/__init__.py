@@ -11,7 +11,7 @@ from typing import TYPE_CHECKING
 
 if TYPE_CHECKING:
     from keepstep.client import Client, Receipt
-    from keepstep.errors import ChildFailed
+    from keepstep.errors import AnswerLost, ChildFailed
     from keepstep.runtime.children import Child, ChildResult
     from keepstep.runtime.context import AsyncContext, Context
     from keepstep.runtime.effects import NOT_DONE, effect
@@ -27,6 +27,7 @@ _HOMES = {
     "Client": "keepstep.client",
     "Receipt": "keepstep.client",
     "Child": "keepstep.runtime.children",
+    "AnswerLost": "keepstep.errors",
     "ChildFailed": "keepstep.errors",
     "ChildResult": "keepstep.runtime.children",
     "AsyncContext": "keepstep.runtime.context",
@@ -50,6 +51,7 @@ __all__ = [
     "END",
     "NOT_DONE",
     "START",
+    "AnswerLost",
     "AsyncContext",
     "Child",
     "ChildFailed",

@@ -116,6 +116,18 @@ class Conflict(InvalidInput):
     code = "conflict"
 
 
+class Unauthenticated(InvalidInput):
+    """It is not known who sent this."""
+
+    code = "unauthenticated"
+
+
+class Forbidden(InvalidInput):
+    """Whoever sent this may not."""
+
+    code = "forbidden"
+
+
 class RunInProgress(Conflict):
     """The thread has a run that has not ended."""
 
@@ -213,6 +225,17 @@ class EffectConflict(StepError):
     """One effect key was used for different calls."""
 
     code = "effect_conflict"
+
+
+class AnswerLost(StepError):
+    """A call to the outside was sent and its answer was lost: it may have happened.
+
+    For functions to raise that know it better than their exception tells.
+    """
+
+    code = "answer_lost"
+    # Of an effect that may be repeated, and of a lookup; one at risk never comes to a retry without being asked about.
+    retryable = True
 
 
 class EffectGivenUp(StepError):

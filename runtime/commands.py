@@ -6,6 +6,7 @@ resending clients deliver it, is one command.
 
 from __future__ import annotations
 
+import functools
 import hashlib
 import json
 from collections.abc import Callable
@@ -21,6 +22,7 @@ from keepstep.errors import (
     ApprovalExpired,
     Conflict,
     DuplicateRow,
+    Forbidden,
     InvalidInput,
     NotFound,
     RunInProgress,
@@ -38,6 +40,7 @@ from keepstep.runtime.codec import view
 from keepstep.runtime.compiled import CompiledGraph
 from keepstep.runtime.environment import Runtime
 from keepstep.runtime.outcome import error_text
+from keepstep.runtime.principals import Principal
 from keepstep.store import signals, threads, waits
 from keepstep.store.engine import Transaction
 from keepstep.store.leases import Nudge
@@ -62,6 +65,7 @@ class StartMessage(Protocol):
     if_running: str
     step_limit: int | None
     priority: str | None
+    by: str | None
 
 
 class DecideMessage(Protocol):
@@ -88,6 +92,7 @@ class SignalMessage(Protocol):
     name: str
     key: str | None
     payload: Any
+    by: str | None
 
 
 class EditMessage(Protocol):
@@ -142,8 +147,8 @@ class Accepted:
     """To be published now."""
 
 
-def accept(runtime: Runtime, message: Any) -> Accepted:
-    """Apply a command; return what was accepted, after its commit.
+def accept(runtime: Runtime, message: Any, principal: Principal | None = None) -> Accepted:
+    """Apply a command; return what was accepted, after its commit. `principal`: whose word it is, when it is signed.
 
     Raises the typed error that its sender is to get: `UnknownGraph`, `StateError`, `NotFound`, `Ambiguous`,
     `Conflict` and its kinds; then nothing was written. Raises `DatabaseUnavailable` when nothing is known yet, and
@@ -151,7 +156,7 @@ def accept(runtime: Runtime, message: Any) -> Accepted:
     """
     handlers: dict[str, Callable[[Runtime, Transaction, Any], Accepted]] = {
         "start": _start,
-        "decide": _decide,
+        "decide": functools.partial(_decide, principal),
         "signal": _signal,
         "control": _control,
         "edit": _edit,
@@ -193,7 +198,7 @@ def _run_of(transaction: Transaction, message: Any) -> str | None:
 
 def _content_digest(message: Any) -> bytes:
     """Return the digest of what a command says."""
-    content = message.model_dump() if hasattr(message, "model_dump") else vars(message)
+    content = message.model_dump(exclude_none=True) if hasattr(message, "model_dump") else vars(message)
     return hashlib.blake2b(json.dumps(content, sort_keys=True, default=repr).encode(), digest_size=16).digest()
 
 
@@ -262,7 +267,7 @@ def _start(runtime: Runtime, transaction: Transaction, message: StartMessage) ->
         if graph is not None:
             graph.schema.fitted(message.input)
         nudge = threads.add_run(transaction, found, version, new, priority=priority)
-    _audit(transaction, message, thread_id, "start", "producer", {"run": new.id})
+    _audit(transaction, message, thread_id, "start", message.by or "producer", {"run": new.id})
     return Accepted(thread_id, new.id, nudges=[nudge] if nudge else [])
 
 
@@ -275,7 +280,9 @@ def _carried(runtime: Runtime, name: str) -> CompiledGraph | None:
 # --- decide ---
 
 
-def _decide(runtime: Runtime, transaction: Transaction, message: DecideMessage) -> Accepted:
+def _decide(
+    principal: Principal | None, runtime: Runtime, transaction: Transaction, message: DecideMessage
+) -> Accepted:
     thread_id = waits.thread_of_approval(transaction, message.approval)
     if thread_id is None:
         text = f"there is no approval {message.approval!r}"
@@ -299,6 +306,7 @@ def _decide(runtime: Runtime, transaction: Transaction, message: DecideMessage) 
         return Accepted(thread_id, duplicate=True)
     _check_decidable(transaction, found, earlier, message)
     question = view(found.question)
+    _check_asked(found, question, principal)
     _check_verdict(found, question, message)
     if message.arguments is not None:
         edits.check(question["arguments"], message.arguments)
@@ -326,6 +334,15 @@ def _check_decidable(
     by = f" by {earlier[-1].by}" if earlier else ""
     text = f"approval {found.id!r} is {found.status}{by} (open approvals of its thread: {others})"
     raise ApprovalClosed(text)
+
+
+def _check_asked(found: ApprovalState, question: Any, principal: Principal | None) -> None:
+    """Refuse the word of somebody who is not asked; whose an unsigned one is, nobody knows."""
+    if principal is None or not question["to"] or principal.is_among(question["to"]):
+        return
+    asked = ", ".join(question["to"])
+    text = f"approval {found.id!r} asks {asked}: {principal.name} is none of them and has none of these roles"
+    raise Forbidden(text)
 
 
 def _check_verdict(found: ApprovalState, question: Any, message: DecideMessage) -> None:
@@ -399,7 +416,7 @@ def _signal(runtime: Runtime, transaction: Transaction, message: SignalMessage) 
             ttl_seconds=runtime.settings.signal_ttl_seconds,
         )
     detail = {"name": message.name, "key": message.key, "delivered": waiting is not None}
-    _audit(transaction, message, found.id, "signal", "producer", detail)
+    _audit(transaction, message, found.id, "signal", message.by or "producer", detail)
     return Accepted(found.id, nudges=[nudge] if nudge else [])
 
 

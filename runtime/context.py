@@ -20,11 +20,12 @@ from typing import Any, TypeVar
 import structlog
 
 from keepstep.errors import InvalidInput
+from keepstep.runtime import performing
 from keepstep.runtime.children import Child, ChildBook
 from keepstep.runtime.codec import Codec
 from keepstep.runtime.effects import effect
 from keepstep.runtime.graph import Graph
-from keepstep.runtime.journal import Call, Journal, Lookup, Recorded
+from keepstep.runtime.journal import Journal
 from keepstep.runtime.outcome import Parked
 from keepstep.runtime.place import Place
 from keepstep.runtime.waits import Decision, Question, Signal, WaitBook, gathered
@@ -165,30 +166,14 @@ class Context(_Facts):
         `key` names the call; without it the call is known by the function's name, its arguments and how often these
         came before. A function with a parameter `idempotency_key` is given the call's key. Raises `EffectConflict` for
         one key with other arguments, `EffectUnknown` (the thread is blocked) when an earlier attempt began the call and
-        left no result that anybody can tell, `EffectGivenUp` when a person gave it up.
+        left no result that anybody can tell, or the call's answer was lost (a time-out while reading, a connection that
+        broke off), `EffectGivenUp` when a person gave it up.
         """
         if inspect.iscoroutinefunction(fn):
             message = f"ctx.effect: {fn.__name__!r} is async: use it in an async node, or give a plain function"
             raise InvalidInput(message)
-        journal = self._attempt.journal
-        begun = journal.begin(fn, args, kwargs, key)
-        while isinstance(begun, Lookup):
-            try:
-                answer = begun.ask(*begun.arguments, **begun.named)
-            except Exception as error:  # noqa: BLE001  a lookup that fails leaves the outcome unknown, however it does
-                journal.not_looked_up(begun, error)
-            begun = journal.looked_up(begun, answer)
-        if isinstance(begun, Recorded):
-            return begun.result  # type: ignore[no-any-return]  # what fn returned before
-        try:
-            result = fn(*args, **kwargs, **begun.extra)
-        except Exception as error:
-            journal.fail(begun, error)
-            raise
-        if inspect.isawaitable(result):
-            message = f"effect {begun.declared.name!r} is async: use it in an async node, or give a plain function"
-            raise InvalidInput(message)
-        return journal.succeed(begun, result)  # type: ignore[no-any-return]  # result itself
+        procedure = performing.effect(self._attempt.journal, fn, args, kwargs, key)
+        return performing.perform(procedure)  # type: ignore[no-any-return]  # what fn returned
 
     def approve(
         self,
@@ -293,14 +278,6 @@ class Context(_Facts):
         return self._uuid()
 
 
-async def _awaited(function: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
-    """Call a coroutine function here, and any other in a thread."""
-    if inspect.iscoroutinefunction(function):
-        return await function(*args, **kwargs)
-    result = await asyncio.to_thread(function, *args, **kwargs)
-    return await result if inspect.isawaitable(result) else result
-
-
 class AsyncContext(_Facts):
     """The context of an async node: `Context`'s names, awaitable."""
 
@@ -308,7 +285,8 @@ class AsyncContext(_Facts):
         self, fn: Callable[..., R | Awaitable[R]], /, *args: Any, key: str | None = None, **kwargs: Any
     ) -> R:
         """Call a function or coroutine function that reaches outside, once; see `Context.effect`."""
-        return await self._acting(self._performed(fn, args, kwargs, key))
+        procedure = performing.effect(self._attempt.journal, fn, args, kwargs, key)
+        return await self._acting(performing.perform_async(procedure))
 
     async def _acting(self, act: Coroutine[Any, Any, R]) -> R:
         performed = asyncio.ensure_future(act)
@@ -321,26 +299,6 @@ class AsyncContext(_Facts):
         self._attempt.acting.discard(performed)
         if not performed.cancelled():
             performed.exception()  # retrieved: it was told to whoever still waited
-
-    async def _performed(
-        self, fn: Callable[..., R | Awaitable[R]], args: tuple[Any, ...], kwargs: dict[str, Any], key: str | None
-    ) -> R:
-        journal = self._attempt.journal
-        begun: Recorded | Lookup | Call = await asyncio.to_thread(journal.begin, fn, args, kwargs, key)
-        while isinstance(begun, Lookup):
-            try:
-                answer = await _awaited(begun.ask, *begun.arguments, **begun.named)
-            except Exception as error:  # noqa: BLE001  see `Context.effect`
-                journal.not_looked_up(begun, error)
-            begun = await asyncio.to_thread(journal.looked_up, begun, answer)
-        if isinstance(begun, Recorded):
-            return begun.result  # type: ignore[no-any-return]  # what fn returned before
-        try:
-            result = await _awaited(fn, *args, **kwargs, **begun.extra)
-        except Exception as error:
-            await asyncio.to_thread(journal.fail, begun, error)
-            raise
-        return await asyncio.to_thread(journal.succeed, begun, result)
 
     @cached_property
     def _sync(self) -> Context:

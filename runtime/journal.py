@@ -43,7 +43,9 @@ from keepstep.runtime.effects import (
     result_type,
     wants_key,
 )
+from keepstep.runtime.faults import text_of
 from keepstep.runtime.fields import fitted, problems_of
+from keepstep.runtime.lostanswers import is_lost
 from keepstep.runtime.outcome import described, error_text
 from keepstep.runtime.watchdog import undisturbed
 from keepstep.store import effects as journal
@@ -250,9 +252,7 @@ class Journal:
         if answer is NOT_DONE:
             left = found.seconds_left + call.declared.settling_seconds
             if left > 0:
-                message = f"effect {found.name!r} has not happened and still may: asked again in {left:.0f} s"
-                self._blocked = EffectPending(message, seconds=left)
-                raise self._blocked
+                self._still_may(found, left)
             return self._intended(call)
         stored = call.codec.encode(answer, path=f"${call.declared.name}.result")
         recorded = self._store.patiently(
@@ -262,6 +262,11 @@ class Journal:
             return self._said_meanwhile(call)
         self._ended(call, journal.DONE, stored)
         return Recorded(answer)
+
+    def _still_may(self, found: EffectState, seconds: float) -> NoReturn:
+        message = f"effect {found.name!r} has not happened and still may: asked again in {seconds:.0f} s"
+        self._blocked = EffectPending(message, seconds=seconds)
+        raise self._blocked
 
     def not_looked_up(self, lookup: Lookup, error: Exception) -> NoReturn:
         """Give up on a lookup that failed: whether the effect happened stays unknown."""
@@ -307,10 +312,40 @@ class Journal:
             )
         self._ended(call, journal.DONE, stored)
 
-    def fail(self, call: Call, error: BaseException) -> None:
-        """Record that an effect failed: a known failure, which a retry of the node may try again."""
+    def raised(self, call: Call, error: Exception) -> Lookup | None:
+        """Record what an error of the call means: None when it failed, and a retry of the node may try again.
+
+        When its answer was lost it may have happened: a `Lookup` to be asked is returned where there is one (its answer
+        goes to `looked_up`, `NOT_DONE` to `not_done`), else `EffectUnknown` is raised.
+        """
         with undisturbed():
-            self._failed(call, error)
+            if call.declared.idempotent or not is_lost(error):
+                self._failed(call, error)
+                return None
+            self._lost(call)
+        found = self._known()[call.key.call]
+        if call.declared.lookup is not None:
+            return Lookup(call, found, call.declared.lookup, *call.asking)
+        message = f"{self._told(found)} (its answer was lost: {type(error).__name__}: {text_of(error)[:300]})"
+        self._blocked = EffectUnknown(message)
+        raise self._blocked from error
+
+    def not_done(self, lookup: Lookup, error: Exception) -> None:
+        """Record that a call whose answer was lost failed; raise `EffectPending` while the outside may catch up."""
+        left = lookup.call.declared.settling_seconds
+        if left > 0:
+            self._still_may(lookup.found, left)
+        with undisturbed():
+            self._failed(lookup.call, error)
+
+    def _lost(self, call: Call) -> None:
+        """Leave the intent without an outcome; the call itself is over, so that asking about it need not wait."""
+        self._store.patiently(lambda: journal.returned(self._store, self._fence.nonce, call.key))
+        with self._lock:
+            self._ids.end(call.key.call)
+            self._known()[call.key.call] = EffectState(
+                call.key.call, call.declared.name, journal.INTENT, 1, call.digest, None, None, self._fence.nonce, 1
+            )
 
     def _failed(self, call: Call, error: BaseException) -> None:
         if not call.declared.idempotent:
@@ -384,9 +419,10 @@ class Journal:
         raise self._blocked
 
     def _told(self, found: EffectState) -> str:
+        by = "this attempt" if found.nonce == self._fence.nonce else "an attempt that is gone"
         return (
-            f"effect {found.name!r} ({self._step}/{self._run}/{found.call}) was begun by an attempt that is gone and "
-            "left no result: it may have happened"
+            f"effect {found.name!r} ({self._step}/{self._run}/{found.call}) was begun by {by} and left no result: it "
+            "may have happened"
         )
 
 

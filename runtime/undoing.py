@@ -161,9 +161,16 @@ class _Undoing:
         try:
             came_to = self._called(undo, (), named)
         except Exception as error:
-            self._journal.fail(begun, error)
-            raise
-        self._journal.succeed(begun, self._storable(came_to))
+            lost = self._journal.raised(begun, error)
+            if lost is None:
+                raise
+            answer = self._storable(self._asked(lost))
+            if answer is NOT_DONE:
+                self._journal.not_done(lost, error)
+                raise
+            self._journal.looked_up(lost, answer)
+        else:
+            self._journal.succeed(begun, self._storable(came_to))
 
     def _storable(self, result: object) -> object:
         """Return what an undo gave, None in place of what cannot be stored: that it is undone is what counts."""

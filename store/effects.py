@@ -197,6 +197,29 @@ def finish(
     return bool(store.rows(_END, {**values, "state": state, "result": result, "error": error}))
 
 
+_RETURNED = Statement(
+    lambda _dialect: (
+        update(effect)
+        .where(
+            effect.c.thread_id == param("thread_id"),
+            effect.c.step == param("step"),
+            effect.c.run == param("run"),
+            effect.c.call == param("call"),
+            effect.c.nonce == param("nonce"),
+            effect.c.state == INTENT,
+        )
+        .values(deadline=db_now())
+        .returning(effect.c.call)
+    )
+)
+
+
+def returned(store: Store, nonce: str, key: EffectKey) -> None:
+    """Record that a call is over although its outcome is unknown: from now on only the outside may still act on it."""
+    place = {"thread_id": key.thread_id, "step": key.step, "run": key.run, "call": key.call}
+    store.rows(_RETURNED, {**place, "nonce": nonce})
+
+
 # --- what a person says of an effect ---
 
 

@@ -207,7 +207,7 @@ def test_a_known_failure_may_be_tried_again(deploy):
         outside.calls.append("pay")
         if len(outside.calls) == 1:
             message = "refused"
-            raise ConnectionError(message)
+            raise ConnectionRefusedError(message)
         return "paid"
 
     d = deploy(acts(lambda ctx: ctx.effect(pay), retry=AGAIN))

@@ -11,7 +11,7 @@ from decimal import Decimal
 import msgspec
 import pytest
 
-from keepstep import END, NOT_DONE, START, Graph, Retry, effect
+from keepstep import END, NOT_DONE, START, AnswerLost, Graph, Retry, effect
 from keepstep.crashpoints import Died
 from keepstep.errors import EffectGivenUp, GraphError, InvalidInput, NotFound, WrongStatus
 from keepstep.store import effects, workers
@@ -473,7 +473,7 @@ def test_a_word_that_comes_while_the_outside_is_asked_is_what_counts(deploy, ban
     graph = Graph("acts", state=State, types=[Receipt])
     function = bank.declared(lookup=find)
 
-    @graph.node(timeout=0.05)
+    @graph.node(timeout=60)
     def node(state, ctx):
         return {"log": [ctx.effect(function, Decimal("12.50"), key="81")]}
 
@@ -532,3 +532,138 @@ def test_a_call_under_way_is_nobodys_to_resolve(deploy):
     d.start()
     assert d.drain() == "done"
     assert found == ["effect 'pay' is being tried at this moment: wait for what comes of it"]
+
+
+# --- an answer that was lost ---
+
+
+class LosesItsAnswer(Bank):
+    """Books, or does not, and its answer does not arrive."""
+
+    def pay(self, amount, *, idempotency_key):
+        self.outside.calls.append(("pay", idempotency_key))
+        if len(self.outside.calls) == 1:
+            message = "while reading"
+            raise TimeoutError(message)
+        return Receipt(len(self.outside.calls), amount)
+
+
+def test_a_call_whose_answer_was_lost_is_not_a_failed_one(deploy):
+    bank = LosesItsAnswer()
+    d = deploy(graph_of(bank.declared(), retry=AGAIN))
+    d.start()
+    assert d.drain() == "blocked"
+    code, message = d.error
+    assert code == "effect_unknown"
+    assert "its answer was lost: TimeoutError: while reading" in message
+    assert d.effects() == [("pay", "intent", 1)]
+    (unknown,) = d.reader.unknown_effects()
+    d.send("resolve", effect=unknown.effect.key, outcome="happened", result={"number": 1, "amount": "12.50"})
+    assert d.drain() == "done"
+    assert d.values()["log"] == [Receipt(1, Decimal("12.50"))]
+    assert len(bank.outside.calls) == 1
+
+
+def test_a_node_that_catches_a_lost_answer_blocks_all_the_same(deploy):
+    bank = LosesItsAnswer()
+
+    def body(ctx):
+        try:
+            return ctx.effect(bank.declared(), Decimal("12.50"), key="81")
+        except Exception:  # noqa: BLE001  what a careless node does
+            return "went on"
+
+    d = deploy(acts(body))
+    d.start()
+    assert d.drain() == "blocked"
+    assert d.error[0] == "effect_unknown"
+
+
+def test_the_outside_is_asked_at_once_when_an_answer_was_lost(deploy):
+    bank = LosesItsAnswer()
+    bank.answer = Receipt(1, Decimal("12.50"))
+    d = deploy(graph_of(bank.declared(lookup=bank.find)))
+    d.start()
+    assert d.drain() == "done"
+    assert d.values()["log"] == [bank.answer]
+    assert len(bank.outside.calls) == len(bank.asked) == 1
+    assert d.effects() == [("pay", "done", 1)]
+
+
+def test_what_the_outside_does_not_know_of_has_failed_and_may_be_tried_again(deploy):
+    bank = LosesItsAnswer()
+    bank.answer = NOT_DONE
+    d = deploy(graph_of(bank.declared(lookup=bank.find), retry=AGAIN))
+    d.start()
+    assert d.drain() == "done"
+    assert [name for name, _ in bank.outside.calls] == ["pay", "pay"]
+    assert len(bank.asked) == 1
+    assert d.effects() == [("pay", "done", 2)]
+
+
+def test_what_the_outside_does_not_know_of_yet_is_asked_again_when_it_has_settled(timed, clock):
+    bank = LosesItsAnswer()
+    bank.answer = NOT_DONE
+    d = timed(graph_of(bank.declared(lookup=bank.find, settling=50)))
+    d.start()
+    assert d.drain() == "ready"
+    assert d.effects() == [("pay", "intent", 1)]
+    assert d.error[0] == "effect_pending"
+    # The call is over: it is not waited for as long as the node might have taken.
+    assert d.thread.row.due_at - clock.now == pytest.approx(50, abs=2)
+    bank.answer = Receipt(1, Decimal("12.50"))
+    clock.now += 60
+    d.sweep()
+    assert d.drain() == "done"
+    assert len(bank.outside.calls) == 1
+
+
+def test_an_async_node_asks_at_once_too(deploy):
+    bank = LosesItsAnswer()
+    bank.answer = Receipt(1, Decimal("12.50"))
+    function = bank.declared(lookup=bank.find)
+
+    async def body(ctx):
+        return await ctx.effect(function, Decimal("12.50"), key="81")
+
+    graph = acts(body, asynchronous=True)
+    graph.types = (Receipt,)
+    d = deploy(graph)
+    d.start()
+    assert d.drain() == "done"
+    assert len(bank.outside.calls) == len(bank.asked) == 1
+
+
+def test_a_lost_answer_of_what_may_be_repeated_is_an_error_like_others(deploy, bank):
+    def read(*, idempotency_key):
+        bank.asked.append(idempotency_key)
+        if len(bank.asked) == 1:
+            raise AnswerLost
+        return "read"
+
+    d = deploy(acts(lambda ctx: ctx.effect(effect(idempotent=True)(read)), retry=AGAIN))
+    d.start()
+
+    assert d.drain() == "done"
+    assert d.values()["log"] == ["read"]
+    assert len(bank.asked) == 2
+    assert len(set(bank.asked)) == 1
+
+
+def test_a_lookup_whose_answer_is_lost_is_asked_again(deploy, bank):
+    receipt = Receipt(7, Decimal("12.50"))
+
+    def find(amount, *, idempotency_key):
+        bank.asked.append(idempotency_key)
+        if len(bank.asked) == 1:
+            raise AnswerLost
+        return receipt
+
+    d = deploy(graph_of(bank.declared(lookup=find)))
+    d.start()
+    killed(d)
+
+    assert d.drain() == "done"
+    assert d.values()["log"] == [receipt]
+    assert len(bank.asked) == 2
+    assert len(bank.outside.calls) == 1

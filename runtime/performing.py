@@ -1,0 +1,143 @@
+"""Calls to the outside, as procedures that sync and async nodes share.
+
+A procedure is a generator. Its own code talks to the store; what belongs to the user (the function that acts, the one
+that looks up) it hands out as a `Doing`, and is sent what came of it. `perform` and `perform_async` differ only in how
+they do that: here, or on the node's event loop with the procedure's own code in a thread.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import inspect
+from collections.abc import Callable, Generator, Mapping
+from dataclasses import dataclass, field
+from typing import Any, TypeVar
+
+from keepstep.errors import InvalidInput
+from keepstep.runtime.effects import NOT_DONE
+from keepstep.runtime.journal import Call, Journal, Lookup, Recorded
+
+R = TypeVar("R")
+
+
+@dataclass(frozen=True, slots=True)
+class Doing:
+    """A call of the user's code that a procedure asks for."""
+
+    function: Callable[..., Any]
+    arguments: tuple[Any, ...] = ()
+    named: Mapping[str, Any] = field(default_factory=dict)
+
+
+Procedure = Generator[Doing, Any, R]
+
+
+# --- procedures ---
+
+
+def effect(
+    journal: Journal,
+    function: Callable[..., Any],
+    arguments: tuple[Any, ...],
+    named: Mapping[str, Any],
+    key: str | None,
+) -> Procedure[Any]:
+    """Call a function that reaches outside, once, or return its recorded result."""
+    begun = journal.begin(function, arguments, named, key)
+    return (yield from once(journal, begun, Doing(function, arguments, named)))
+
+
+def once(journal: Journal, begun: Recorded | Lookup | Call, doing: Doing) -> Procedure[Any]:
+    """Go on with an effect that was begun: ask the outside, act, and record what came of it."""
+    while isinstance(begun, Lookup):
+        begun = journal.looked_up(begun, (yield from _asked(journal, begun)))
+    if isinstance(begun, Recorded):
+        return begun.result
+    try:
+        result = yield Doing(doing.function, doing.arguments, {**doing.named, **begun.extra})
+    except Exception as error:
+        lookup = journal.raised(begun, error)
+        if lookup is None:
+            raise
+        answer = yield from _asked(journal, lookup)
+        if answer is NOT_DONE:
+            journal.not_done(lookup, error)
+            raise
+        found = journal.looked_up(lookup, answer)
+        return (yield from once(journal, found, doing))
+    return journal.succeed(begun, result)
+
+
+def _asked(journal: Journal, lookup: Lookup) -> Procedure[Any]:
+    """Ask the outside whether an effect happened."""
+    try:
+        return (yield Doing(lookup.ask, lookup.arguments, lookup.named))
+    except Exception as error:  # noqa: BLE001  a lookup that fails leaves the outcome unknown, however it does
+        journal.not_looked_up(lookup, error)
+
+
+# --- doing them ---
+
+
+def perform(procedure: Procedure[R]) -> R:
+    """Run a procedure in a sync node."""
+    with contextlib.closing(procedure):
+        try:
+            doing = next(procedure)
+            while True:
+                try:
+                    result = _done(doing)
+                except Exception as error:  # noqa: BLE001  the procedure decides what becomes of it
+                    doing = procedure.throw(error)
+                else:
+                    doing = procedure.send(result)
+        except StopIteration as end:
+            ended: R = end.value
+            return ended
+
+
+def _done(doing: Doing) -> Any:
+    result = doing.function(*doing.arguments, **doing.named)
+    if inspect.isawaitable(result):
+        if inspect.iscoroutine(result):
+            result.close()  # it has not begun
+        name = getattr(doing.function, "__name__", repr(doing.function))
+        message = f"{name!r} is async: use it in an async node, or give a plain function"
+        raise InvalidInput(message)
+    return result
+
+
+async def perform_async(procedure: Procedure[R]) -> R:
+    """Run a procedure in an async node: a plain function in a thread, a coroutine on the node's event loop."""
+    with contextlib.closing(procedure):
+        step: Callable[..., Doing] = procedure.send
+        given: Any = None
+        while True:
+            found = await asyncio.to_thread(_advanced, step, given)
+            if isinstance(found, _Ended):
+                ended: R = found.value
+                return ended
+            try:
+                step, given = procedure.send, await _awaited(found)
+            except Exception as error:  # noqa: BLE001  the procedure decides what becomes of it
+                step, given = procedure.throw, error
+
+
+@dataclass(frozen=True, slots=True)
+class _Ended:
+    value: Any
+
+
+def _advanced(step: Callable[..., Doing], given: Any) -> Doing | _Ended:
+    try:
+        return step(given)
+    except StopIteration as end:
+        return _Ended(end.value)  # it could not pass through a future
+
+
+async def _awaited(doing: Doing) -> Any:
+    if inspect.iscoroutinefunction(doing.function):
+        return await doing.function(*doing.arguments, **doing.named)
+    result = await asyncio.to_thread(doing.function, *doing.arguments, **doing.named)
+    return await result if inspect.isawaitable(result) else result

@@ -28,6 +28,8 @@ POINTS: Final = {
     "after_intent": "the intent is committed, nothing was called",
     "after_call": "the effect happened, its result is not recorded",
     "after_result": "the effect's result is committed",
+    "inside_transaction": "the rows of a transaction are written, it is not committed",
+    "after_transaction": "a transaction is committed in another database, its result is not recorded here",
     "before_spawn": "a child is asked for, nothing of it is recorded",
     "after_spawn": "the wish for a child is committed, its thread is not there",
     "after_child_start": "the child's thread is committed, its first step is not nudged",

@@ -343,6 +343,41 @@ class Journal:
             raise self._blocked
         self.beside(before)
 
+    # --- transactions (`transactions.py`): effects that are their own record ------------------------------------------
+
+    def reserve(self, declared: EffectDeclaration, digest: bytes, key: str | None) -> Call:
+        """Return a call under way, which `end`, `fail` or `ended` ends; nothing is recorded of it."""
+        id_ = self._ids.reserve(f"ctx.{declared.name}", declared.name, digest, key, declared)
+        place = EffectKey(self._fence.thread_id, self._step, self._run, id_)
+        return Call(place, declared, digest, self._codec, {}, explicit_key=key)
+
+    def found(self, call: Call) -> EffectState | None:
+        """Return what is recorded of a call; raise `EffectConflict` when it is another one."""
+        found = self._known().get(call.key.call)
+        if found is not None:
+            self._same_call(found, call.declared, call.digest, call.explicit_key)
+            if found.state == journal.GIVEN_UP:
+                message = f"effect {found.name!r} was given up by {found.resolved_by}: {_reason(found)}"
+                raise EffectGivenUp(message)
+        return found
+
+    def intend(self, call: Call) -> bool:
+        """Record the intent of a call, also over one that an earlier attempt left; False: its outcome is known now."""
+        return isinstance(self._intended(call), Call)
+
+    def ended(self, call: Call, result: bytes) -> None:
+        """Say that a call's result is recorded."""
+        self._ended(call, journal.DONE, result)
+
+    def end(self, call: Call) -> None:
+        """Say that a call is not under way any more, whatever became of it."""
+        self._ids.end(call.key.call)
+
+    def hold_up(self, error: ThreadBlocked | EffectPending) -> NoReturn:
+        """Raise an error that is not the node's to decide, now and when the node has ended."""
+        self._blocked = error
+        raise error
+
     # --- keys --------------------------------------------------------------------------------------------------------
 
     def _known(self) -> dict[str, EffectState]:

@@ -47,6 +47,7 @@ def test_every_command_of_the_design_is_there():
     assert set(all_commands()) == {f"keepstep {name}" for name in (*LOOKING, *SENDING, "worker", "limit", "doctor")} | {
         "keepstep db upgrade",
         "keepstep db status",
+        "keepstep db install-journal",
     }
 
 

@@ -12,6 +12,7 @@ import inspect
 import time
 import uuid
 from collections.abc import AsyncIterator, Awaitable, Callable, Coroutine, Mapping, Sequence
+from concurrent.futures import ThreadPoolExecutor
 from contextlib import AbstractContextManager, asynccontextmanager
 from dataclasses import dataclass, field
 from datetime import UTC, datetime, timedelta
@@ -327,6 +328,10 @@ async def _awaited(function: Callable[..., Any], *args: Any, **kwargs: Any) -> A
     return await result if inspect.isawaitable(result) else result
 
 
+async def _in_thread(own: ThreadPoolExecutor, function: Callable[..., R], *args: Any) -> R:
+    return await asyncio.get_running_loop().run_in_executor(own, function, *args)
+
+
 class AsyncContext(_Facts):
     """The context of an async node: `Context`'s names, awaitable."""
 
@@ -375,21 +380,24 @@ class AsyncContext(_Facts):
         `async with ctx.transaction() as conn:` begins and commits in a thread; `conn` is the same sync `Connection`.
         """
         block = self._attempt.transactions.block(database, key)
+        # A thread of its own: those that all share may all wait for what this one holds.
+        own = ThreadPoolExecutor(1, thread_name_prefix="keepstep-transaction")
         try:
-            connection = await self._acting(asyncio.to_thread(block.begin))
-        except asyncio.CancelledError:
-            # It may still begin, and nobody would end it.
-            abandoned = asyncio.ensure_future(asyncio.to_thread(block.abandon))
-            self._attempt.acting.add(abandoned)
-            abandoned.add_done_callback(self._acted)
-            raise
-        block.enter()
-        try:
-            yield connection
-        except BaseException as error:
-            await self._acting(asyncio.to_thread(block.undo, error))
-            raise
-        await self._acting(asyncio.to_thread(block.commit))
+            try:
+                connection = await self._acting(_in_thread(own, block.begin))
+            except asyncio.CancelledError:
+                # It may still begin, and nobody would end it.
+                await self._acting(_in_thread(own, block.abandon))
+                raise
+            block.enter()
+            try:
+                yield connection
+            except BaseException as error:
+                await self._acting(_in_thread(own, block.undo, error))
+                raise
+            await self._acting(_in_thread(own, block.commit))
+        finally:
+            own.shutdown(wait=False)
 
     @cached_property
     def _sync(self) -> Context:

@@ -96,7 +96,8 @@ class TransactionBook:
         self._left_open: str | None = None
 
     def block(self, database: str | None, key: str | None) -> Block:
-        """Return a transaction to be begun; raise `UnknownDatabase`."""
+        """Return a transaction to be begun; raise `UnknownDatabase`, and `TransactionRefused` inside another."""
+        blocks.refuse_inside(_named(database))
         if database is None:
             return Block(self, None, key)
         found = self._databases.get(database)
@@ -134,11 +135,15 @@ class TransactionBook:
             raise StepError(message)
 
 
+def _named(database: str | None) -> str:
+    return "ctx.transaction()" if database is None else f"ctx.transaction({database!r})"
+
+
 class Block:
     """One transaction, from its beginning to its end."""
 
     def __init__(self, book: TransactionBook, database: Database | None, key: str | None) -> None:
-        self.what = "ctx.transaction()" if database is None else f"ctx.transaction({database.name!r})"
+        self.what = _named(None if database is None else database.name)
         self._book = book
         self._database = database
         self._key = key
@@ -153,7 +158,6 @@ class Block:
 
     def begin(self) -> Connection:
         """Begin it and return the connection that its statements go to."""
-        blocks.refuse_inside(self.what)
         name = None if self._database is None else self._database.name
         digest = hashlib.blake2b(self._book.codec.encode(["transaction", name]), digest_size=16).digest()
         call = self._book.journal.reserve(_DECLARED, digest, self._key)

@@ -180,7 +180,7 @@ class Store:
     @property
     def connections_in_use(self) -> int:
         """How many connections are held by calls that are under way."""
-        return self._pool.in_use
+        return self._pool.in_use + self._lent.in_use
 
     def dispose(self, *, close: bool = True) -> None:
         """Drop all connections; `close=False` in a child leaves the parent's sockets alone after a fork."""

@@ -13,11 +13,12 @@ from collections.abc import Callable, Iterator, Sequence
 from typing import Any, NoReturn
 
 import psycopg2.errors
+from psycopg2.extensions import TRANSACTION_STATUS_IDLE
 from sqlalchemy import Connection, Dialect, Engine
 from sqlalchemy.pool import NullPool
 
 from keepstep.errors import TransactionRefused
-from keepstep.store.tapes import Answer, Failure, Player, Tape, digest_of, exactly
+from keepstep.store.tapes import Answer, Failure, Player, Tape, digest_of, exactly, shown
 
 _FETCHED_AT_ONCE = 500
 _KINDS = (
@@ -56,11 +57,13 @@ class Taped:
             self.refuse("commit()", "it commits when the block ends")
 
     def rollback(self) -> None:
-        """Refuse: what the block did is undone by leaving it with an exception."""
-        if not self.is_over:
-            self.refuse(
-                "rollback()", "raise an exception out of the block, or undo a part of it with conn.begin_nested()"
+        """Let the block not be committed. Nothing is raised: a session rolls back when something else went wrong."""
+        if not self.is_over and self.refused is None:
+            message = (
+                f"{self.what} was rolled back inside its block, and so is not committed: raise an exception out of the "
+                "block, or undo a part of it with conn.begin_nested()"
             )
+            self.refused = TransactionRefused(message)
 
     def close(self) -> None:
         """Do nothing: whose connection it is gives it back."""
@@ -75,6 +78,8 @@ class Taped:
         if self.is_over:
             message = f"{self.what} has ended; nothing was run"
             raise TransactionRefused(message)
+        if self.refused is not None:
+            raise self.refused
         words = _FIRST_WORDS.match(statement)
         first, rest = (words[1].upper(), words[2].upper().split()) if words else ("", [])
         ends = first in _ENDS or (first == "ROLLBACK" and "TO" not in rest) or [first, *rest[:1]] == _PREPARED
@@ -91,7 +96,7 @@ class _Rows:
     arraysize = 1
 
     def __init__(self, connection: Taped) -> None:
-        self.connection = connection
+        self.connection: Any = connection
         self._answer = Answer(b"")
         self._next = 0
 
@@ -132,6 +137,10 @@ class _Rows:
     def __iter__(self) -> Iterator[tuple[Any, ...]]:
         return iter(self.fetchall())
 
+    def __getattr__(self, name: str) -> Any:
+        message = f"cursor.{name} is not recorded, so a transaction's block cannot use it: use execute"
+        raise AttributeError(message)
+
     def setinputsizes(self, *_: Any) -> None:
         """Do nothing, as PEP 249 allows."""
 
@@ -155,6 +164,16 @@ class Recording(Taped):
     def cursor(self, *_: Any, **__: Any) -> Any:
         """Return a cursor on the database."""
         return _RecordingCursor(self, self._driver.cursor(), self._dialect)
+
+    def check_open(self, statement: str) -> None:
+        """Raise `TransactionRefused` when a statement, in whatever disguise, has ended the transaction."""
+        driver = self._driver
+        if self._dialect.name == "postgresql":
+            is_open = driver.closed or driver.get_transaction_status() != TRANSACTION_STATUS_IDLE
+        else:
+            is_open = driver.in_transaction
+        if not is_open:
+            self.refuse(f"{shown(statement)!r}", "it has ended the transaction, and may have committed a part of it")
 
 
 class _RecordingCursor(_Rows):
@@ -183,6 +202,7 @@ class _RecordingCursor(_Rows):
         except _error_class(self._dialect) as error:
             self._tape.record(Answer(digest, failure=_failure_of(error, self._dialect)))
             raise
+        self.connection.check_open(statement)
         self._tape.record(answer)
         self._give(answer)
 
@@ -272,10 +292,17 @@ class TapedEngine:
         """`like` is the engine whose dialect and options these connections have; it is not connected."""
         self.dialect = like.dialect
         self._given = threading.local()
-        pool = NullPool(lambda: self._given.connection, reset_on_return=None, dialect=like.dialect)
+        pool = NullPool(self._taken, reset_on_return=None, dialect=like.dialect)
         # Parameters are values of the business; an error that quotes them would be stored with the thread.
         self._engine = Engine(pool, like.dialect, like.url, hide_parameters=True)
         self._engine.update_execution_options(**like.get_execution_options())
+
+    def _taken(self) -> Any:
+        found = getattr(self._given, "connection", None)
+        if found is None:
+            message = "conn.engine has no other connection than conn: use conn, or an engine of your own"
+            raise TransactionRefused(message)
+        return found
 
     def connection(self, taped: Taped) -> Connection:
         """Return a SQLAlchemy connection over a taped one, in a transaction that it cannot end."""

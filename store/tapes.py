@@ -113,10 +113,10 @@ class Player:
     def answer(self, statement: str, parameters: Any) -> Answer:
         """Return what the database answered to the statement when the block ran for the first time."""
         if self._next == len(self._answers):
-            self._diverge(f"it now runs a statement more: {_shown(statement)}")
+            self._diverge(f"it now runs a statement more: {shown(statement)}")
         found = self._answers[self._next]
         if found.digest != digest_of(statement, parameters):
-            self._diverge(f"statement {self._next + 1} is now another, or has other parameters: {_shown(statement)}")
+            self._diverge(f"statement {self._next + 1} is now another, or has other parameters: {shown(statement)}")
         self._next += 1
         return found
 
@@ -200,7 +200,7 @@ def _weight(cell: Any) -> int:
     return _CELL_BYTES + (len(cell) if isinstance(cell, str | bytes | memoryview | list | tuple | dict) else 0)
 
 
-def _shown(statement: str) -> str:
+def shown(statement: str) -> str:
     """Return the beginning of a statement, without its parameters."""
     line = " ".join(statement.split())
     return line if len(line) <= _SHOWN_MAX else line[:_SHOWN_MAX] + "…"

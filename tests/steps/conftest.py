@@ -58,10 +58,14 @@ def served(postgresql_url):
 @pytest.fixture
 def shop(deploy):
     """Make deployments whose database has the user's tables, with one account of 100.00."""
+    made = []
 
     def make(graph, **options):
         d = deploy(graph, **options)
         furnish(d)
+        made.append(d)
         return d
 
-    return make
+    yield make
+    for d in made:
+        assert d.worker.store.connections_in_use == 0

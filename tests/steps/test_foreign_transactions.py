@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 import threading
 from decimal import Decimal
 from urllib.parse import urlsplit
@@ -13,6 +14,7 @@ from sqlalchemy.orm import Session
 from keepstep import START, Graph, crashpoints
 from keepstep.crashpoints import Died
 from keepstep.errors import GraphError
+from keepstep.runtime.databases import Database
 from keepstep.store import foreign_journal, workers
 from tests.steps.business import Crash, Order, crash, metadata, overtake, pay, transactions
 from tests.steps.test_effects import AGAIN, State, acts
@@ -271,13 +273,8 @@ def test_a_commit_whose_answer_is_lost_is_looked_up(shop, bank, postgresql_proxy
     behind.dispose()
 
 
-def test_a_database_that_cannot_be_asked_puts_off_what_may_have_happened(shop, bank, bank_url, monkeypatch):
-    engines = [bank]
-
-    def body(ctx):
-        return one_there(ctx)
-
-    d = shop(body, lambda: engines[-1])
+def test_a_database_that_cannot_be_asked_puts_off_what_may_have_happened(shop, bank, monkeypatch):
+    d = shop(one_there)
     d.start()
     dies_at(monkeypatch, "after_transaction")
     killed(d)
@@ -356,7 +353,7 @@ def test_both_databases_in_one_node(shop, bank):
 @pytest.mark.parametrize("isolation", ["AUTOCOMMIT", "SERIALIZABLE"])
 def test_engines_of_any_isolation_level(shop, bank_url, bank, isolation, monkeypatch):
     engine = create_engine(bank_url, isolation_level=isolation)
-    d = shop(lambda ctx: (one_there(ctx), ctx.attempt == 1 and crash())[0], engine)
+    d = shop(one_there, engine)
     d.start()
     dies_at(monkeypatch, "after_transaction")
     killed(d)
@@ -381,6 +378,19 @@ def test_a_function_is_called_once_and_must_return_an_engine(shop, bank):
     d.start()
     assert d.drain() == "failed"
     assert d.error[1] == "the function of database 'bank' returned no engine but NoneType"
+
+
+def test_a_process_that_was_forked_has_connections_of_its_own(bank):
+    database = Database("bank", bank)
+    assert database.opened() is database.opened()
+    with bank.connect():
+        pass
+    parents = bank.pool
+    child = os.fork()
+    if not child:
+        os._exit(0 if database.opened().engine.pool is not parents else 1)
+    assert os.waitpid(child, 0)[1] == 0
+    assert database.opened().engine.pool is parents
 
 
 def test_other_kinds_of_databases_are_refused():

@@ -2,12 +2,13 @@
 
 from __future__ import annotations
 
+import contextlib
 import uuid
 from decimal import Decimal
 
 import pytest
 from sqlalchemy import insert, select, text
-from sqlalchemy.exc import IntegrityError
+from sqlalchemy.exc import IntegrityError, ResourceClosedError
 from sqlalchemy.orm import Session
 
 from keepstep import effect
@@ -90,7 +91,8 @@ def test_savepoints_and_their_errors_are_played_again(shop):
     assert [float(amount) for _, amount in rows(d)] == [2.0]
 
 
-def test_every_kind_of_statement_is_played_again(shop):
+@pytest.mark.parametrize("codec", ["msgpack", "json"])
+def test_every_kind_of_statement_is_played_again(shop, codec):
     key, proof = uuid.UUID(int=7), bytes(range(256))
 
     def body(ctx):
@@ -114,7 +116,7 @@ def test_every_kind_of_statement_is_played_again(shop):
             raise Crash
         return [numbers, plain, changed, stored, one, mine]
 
-    d = shop(acts(body, retry=AGAIN))
+    d = shop(acts(body, retry=AGAIN), codec=codec)
     d.start()
     assert d.drain() == "done"
     [[numbers, plain, changed, stored, one, mine]] = d.values()["log"]
@@ -122,33 +124,116 @@ def test_every_kind_of_statement_is_played_again(shop):
     assert set(rows(d, "entry", "1, day")) == {(1, mine)}
 
 
-@pytest.mark.parametrize("how", ["commit", "rollback", "COMMIT", " /* */ rollback", "session"])
+@pytest.mark.parametrize("how", ["COMMIT", " /* so */ -- and\n rollback ", "begin", "ROLLBACK WORK", "commit()"])
 def test_ending_the_transaction_is_refused_and_nothing_is_committed(shop, how):
     told = []
 
     def body(ctx):
         with ctx.transaction() as conn:
             pay(conn, Decimal("1.00"))
-            try:
-                if how == "session":
-                    session = Session(bind=conn)
-                    session.execute(select(account))
-                    session.rollback()
-                elif how in {"commit", "rollback"}:
-                    getattr(conn, how)()
-                else:
-                    conn.execute(text(how))
-            except TransactionRefused as error:
-                told.append(error.message)
+            with contextlib.suppress(TransactionRefused):  # it is not the block's to decide
+                conn.commit() if how == "commit()" else conn.execute(text(how))
+            told.append("went on")
 
     d = shop(acts(body))
     d.start()
     assert d.drain() == "failed"
     assert d.error[0] == "transaction_refused"
-    assert told[0] == d.error[1]
-    assert told[0].startswith("ctx.transaction(): ")
+    assert d.error[1].startswith("ctx.transaction(): ")
+    assert "is not for the block to say: " in d.error[1]
+    assert told == ["went on"]
     assert rows(d) == []
     assert transactions(d) == []
+
+
+@pytest.mark.parametrize("how", ["connection", "session", "close"])
+def test_a_block_that_was_rolled_back_inside_runs_and_commits_nothing_more(shop, how):
+    told = []
+
+    def body(ctx):
+        with ctx.transaction() as conn:
+            pay(conn, Decimal("1.00"))
+            if how == "session":
+                session = Session(bind=conn)
+                session.execute(select(account))
+                session.rollback()
+            else:
+                conn.rollback() if how == "connection" else conn.close()
+            try:
+                pay(conn, Decimal("2.00"))
+            except (TransactionRefused, ResourceClosedError) as error:
+                told.append(type(error).__name__)
+
+    d = shop(acts(body))
+    d.start()
+    assert d.drain() == "failed"
+    assert d.error[0] == "transaction_refused"
+    assert "was rolled back inside its block" in d.error[1]
+    assert told == ["ResourceClosedError" if how == "close" else "TransactionRefused"]
+    assert rows(d) == []
+
+
+def test_what_went_wrong_in_a_session_is_what_is_told(shop):
+    def body(ctx):
+        with ctx.transaction() as conn, Session(bind=conn) as session:
+            session.add_all([Order(id=1, name="chairs"), Order(id=1, name="tables")])
+            session.commit()
+
+    d = shop(acts(body))
+    d.start()
+    assert d.drain() == "failed"
+    assert d.thread.error["type"] == "IntegrityError"
+    assert "tables" not in d.error[1]
+    assert rows(d, "customer_order", "id, name") == []
+
+
+def test_a_session_with_a_savepoint_of_its_own_may_roll_back(shop):
+    def body(ctx):
+        with ctx.transaction() as conn:
+            for name in ("chairs", "tables"):
+                with Session(bind=conn, join_transaction_mode="create_savepoint") as session:
+                    session.add(Order(name=name))
+                    session.flush()
+                    session.rollback() if name == "chairs" else session.commit()
+        if ctx.attempt == 1:
+            raise Crash
+
+    d = shop(acts(body, retry=AGAIN))
+    d.start()
+    assert d.drain() == "done"
+    assert [name for _, name in rows(d, "customer_order", "id, name")] == ["tables"]
+
+
+def test_a_disguised_commit_is_noticed(served):
+    def body(ctx):
+        with ctx.transaction() as conn:
+            conn.exec_driver_sql("SELECT 1; COMMIT")
+
+    d = served(acts(body))
+    d.start()
+    assert d.drain() == "failed"
+    assert d.error[0] == "transaction_refused"
+    assert "'SELECT 1; COMMIT' is not for the block to say: it has ended the transaction" in d.error[1]
+    assert transactions(d) == []
+
+
+def test_there_is_no_other_connection_and_no_other_way_to_run_a_statement(shop):
+    told = []
+
+    def body(ctx):
+        with ctx.transaction() as conn:
+            with pytest.raises(TransactionRefused, match="use conn, or an engine of your own"):
+                conn.engine.connect()
+            with pytest.raises(AttributeError, match=r"cursor\.copy_expert is not recorded"):
+                conn.connection.cursor().copy_expert("COPY", None)
+            told.append(pay(conn, Decimal("1.00")))
+        with pytest.raises(ResourceClosedError):
+            conn.execute(text("SELECT 1"))
+
+    d = shop(acts(body))
+    d.start()
+    assert d.drain() == "done"
+    assert told == [1]
 
 
 def test_a_statement_that_failed_outside_a_savepoint_commits_nothing_on_postgresql(served):

@@ -10,7 +10,7 @@ from decimal import Decimal
 import pytest
 from sqlalchemy import select, text
 
-from keepstep import END, START, Graph, crashpoints, effect
+from keepstep import END, START, Graph, Send, crashpoints, effect
 from keepstep.crashpoints import Died
 from keepstep.errors import Diverged, TransactionRefused
 from keepstep.store import workers
@@ -348,6 +348,61 @@ def test_async_nodes_have_the_same(shop):
     assert d.drain() == "done"
     assert d.values()["log"] == [[1, [2, 3], 1]]
     assert [float(amount) for _, amount in rows(d)] == [1.0, 2.0, 2.0]
+
+
+def test_many_at_once_in_an_async_node(shop):
+    async def body(ctx):
+        async def one(number):
+            async with ctx.transaction(key=f"t{number}") as conn:
+                return pay(conn, Decimal(number))
+
+        return sorted(await asyncio.gather(*(one(number) for number in range(12))))
+
+    d = shop(acts(body, asynchronous=True))
+    d.start()
+    assert d.drain() == "done"
+    assert d.values()["log"] == [list(range(1, 13))]
+    assert len(rows(d)) == 12
+
+
+def test_an_async_block_that_is_cancelled_is_undone(shop):
+    async def body(ctx):
+        with contextlib.suppress(TimeoutError):
+            async with asyncio.timeout(0.05), ctx.transaction(key="cancelled") as conn:
+                pay(conn, Decimal("1.00"))
+                await asyncio.Event().wait()
+        return await ctx.effect(read)
+
+    d = shop(acts(body, asynchronous=True))
+    d.start()
+    assert d.drain() == "done"
+    assert rows(d) == []
+    assert transactions(d) == []
+
+
+def test_parallel_node_runs_have_transactions_under_their_own_leases(shop):
+    graph = Graph("acts", state=State)
+
+    @graph.node
+    def plan(state, ctx):
+        return {}
+
+    @graph.node(retry=AGAIN)
+    def part(state, ctx):
+        with ctx.transaction() as conn:
+            pay(conn, Decimal(state["log"][0]))
+        if ctx.attempt == 1:
+            raise Crash
+        return {"log": [state["log"][0]]}
+
+    graph.edge(START, "plan")
+    graph.route("plan", lambda state: [Send("part", {"log": [number]}) for number in (1, 2, 3)], to=["part"])
+    graph.edge("part", END)
+    d = shop(graph)
+    d.start()
+    assert d.drain() == "done"
+    assert d.values()["log"] == [1, 2, 3]
+    assert sorted(float(amount) for _, amount in rows(d)) == [1.0, 2.0, 3.0]
 
 
 def test_a_block_that_outlives_its_node_is_undone_and_the_node_fails(shop):

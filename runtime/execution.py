@@ -178,6 +178,8 @@ def _outcome_of(error: BaseException, node_run: NodeRun, attempt: Attempt, timeo
                 attempt.transactions.check_settled()
             except (ThreadBlocked, EffectPending) as blocked:
                 return _held_up(node_run, blocked)
+            except StepError as left_open:
+                return _failed(node_run, left_open, attempt)
             node_run.events[:] = attempt.events
             return Waiting(error.waits)
         case ThreadBlocked() | EffectPending():

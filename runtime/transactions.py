@@ -19,6 +19,7 @@ from keepstep.errors import (
     DatabaseUnavailable,
     Diverged,
     EffectPending,
+    EffectUnknown,
     NodeTimeout,
     NotStorable,
     StaleLease,
@@ -164,7 +165,11 @@ class Block:
         try:
             with self._lock, undisturbed():
                 work = self._work = self._begun(call)
-        except BaseException:
+        except BaseException as error:
+            # The alarm may come the moment it is let in again, when the transaction is open.
+            begun, self._work = self._work, None
+            if begun is not None:
+                begun.undo(error)
             self._book.journal.end(call)
             raise
         if self._is_given_up or not self._book.add(self):
@@ -205,7 +210,8 @@ class Block:
             work, self._work = self._work, None
             if work is None:
                 return False
-            with contextlib.suppress(DatabaseUnavailable):  # an intent without an outcome: the next attempt finds out
+            # Without its outcome an intent is found out about by the next attempt; and the node's time is told anyhow.
+            with contextlib.suppress(DatabaseUnavailable, NodeTimeout):
                 work.undo(StepError(f"{self.what} was left open"))
             return True
 
@@ -219,8 +225,11 @@ class Block:
         if self._database is None:
             return self._own(call)
         if found is not None and found.state == journal_rows.DONE:
-            message = f"{self.what}: {found.resolved_by} said that it happened; only its own record can be played again"
-            book.journal.hold_up(Diverged(message))
+            message = (
+                f"{self.what} ({call.key.step}/{call.key.run}/{call.key.call}): {found.resolved_by} said that it "
+                "happened, but what it did only its database knows: resolve it as not happened, and that is asked"
+            )
+            book.journal.hold_up(EffectUnknown(message))
         return self._foreign(call, self._database, is_unknown=found is not None and found.state == journal_rows.INTENT)
 
     def _dialect_of(self) -> Any:

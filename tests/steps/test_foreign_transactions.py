@@ -273,6 +273,23 @@ def test_a_commit_whose_answer_is_lost_is_looked_up(shop, bank, postgresql_proxy
     behind.dispose()
 
 
+def test_a_persons_word_does_not_stand_for_the_databases(shop, bank, monkeypatch):
+    d = shop(one_there)
+    d.start()
+    dies_at(monkeypatch, "after_transaction")
+    killed(d)
+    [effect] = d.reader.effects("t")
+    key = f"{effect.step}/{effect.run}/{effect.call}"
+    d.send("resolve", effect=key, outcome="happened", result=7)
+    assert d.drain() == "blocked"
+    assert d.error[0] == "effect_unknown"
+    assert "resolve it as not happened, and that is asked" in d.error[1]
+    d.send("resolve", effect=key, outcome="not_happened")
+    assert d.drain() == "done"
+    assert d.values()["log"] == [1]
+    assert (amounts(bank), recorded(bank)) == ([1.0], 1)
+
+
 def test_a_database_that_cannot_be_asked_puts_off_what_may_have_happened(shop, bank, monkeypatch):
     d = shop(one_there)
     d.start()

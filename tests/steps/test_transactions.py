@@ -405,8 +405,9 @@ def test_parallel_node_runs_have_transactions_under_their_own_leases(shop):
     assert sorted(float(amount) for _, amount in rows(d)) == [1.0, 2.0, 3.0]
 
 
-def test_a_block_that_outlives_its_node_is_undone_and_the_node_fails(shop):
-    entered, ended, told = threading.Event(), threading.Event(), []
+@pytest.mark.parametrize("how", ["returns", "waits"])
+def test_a_block_that_outlives_its_node_is_undone_and_the_node_fails(shop, how):
+    entered, ended, told, lingering = threading.Event(), threading.Event(), [], []
 
     def body(ctx):
         def linger():
@@ -421,8 +422,9 @@ def test_a_block_that_outlives_its_node_is_undone_and_the_node_fails(shop):
         lingering.append(threading.Thread(target=linger))
         lingering[0].start()
         assert entered.wait(30)
+        if how == "waits":
+            ctx.wait_signal("go")
 
-    lingering = []
     d = shop(acts(body))
     d.start()
     assert d.drain() == "failed"

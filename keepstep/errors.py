@@ -254,6 +254,24 @@ class EffectPending(StepError):
         self.seconds = seconds
 
 
+class TransactionRefused(StepError):
+    """A transaction was asked for something that its block cannot do."""
+
+    code = "transaction_refused"
+
+
+class UnknownDatabase(StepError):
+    """A transaction names a database that the graph does not register."""
+
+    code = "unknown_database"
+
+
+class JournalMissing(StepError):
+    """A database has no journal table; `keepstep db install-journal` makes it."""
+
+    code = "journal_missing"
+
+
 class ThreadBlocked(StepError):
     """The thread is blocked and needs an operator."""
 

@@ -7,6 +7,7 @@ from typing import Generic, TypeVar
 
 from keepstep.errors import KeepstepError, StepError
 from keepstep.ids import checked_name
+from keepstep.runtime.blocks import refuse_inside
 
 V = TypeVar("V")
 
@@ -34,6 +35,7 @@ class CallIds(Generic[V]):
 
         `what` says it in errors, `name` is what the id begins with.
         """
+        refuse_inside(what)
         with self._lock:
             if self._closed:
                 message = f"{what} was asked for when the node had ended; nothing was done"

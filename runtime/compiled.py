@@ -7,6 +7,7 @@ from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any
 
 from keepstep.errors import GraphError
+from keepstep.runtime.databases import Database
 from keepstep.runtime.policy import NO_RETRY, Retry
 from keepstep.runtime.reducers import add, append
 from keepstep.runtime.routing import END, START, Choose
@@ -75,6 +76,8 @@ class CompiledGraph:
     """The state type and the further types stored data may name, those of subgraphs included."""
     decides: bool = False
     """Whether code of the user's says what follows or how writes are put together: routes, own reducers."""
+    databases: dict[str, Database] = field(default_factory=dict)
+    """What transactions may be had on, those of subgraphs included."""
     owners: dict[str, tuple[CompiledGraph, Node]] = field(default_factory=dict)
     """By node path: the node, and the graph it belongs to."""
 
@@ -112,6 +115,7 @@ def compiled(graph: Graph, inside: tuple[Graph, ...] = ()) -> CompiledGraph:
     nodes: dict[str, Node] = {}
     declared = {graph.schema.type: None, **dict.fromkeys(graph.types)}
     owners: dict[str, tuple[CompiledGraph, Node]] = {}
+    databases = dict(graph.databases)
     for name, node in graph.nodes.items():
         subgraph = graph.subgraphs.get(name)
         if subgraph is None:
@@ -120,6 +124,7 @@ def compiled(graph: Graph, inside: tuple[Graph, ...] = ()) -> CompiledGraph:
         inner = compiled(subgraph, (*inside, graph))
         nodes[name] = Node(name, None, subgraph=inner)
         declared |= dict.fromkeys(inner.declared)
+        _add_databases(graph, databases, inner)
         owners |= {f"{name}/{path}": owned for path, owned in inner.owners.items()}
     exits = _exits(graph)
     _check_reachable(graph, nodes, exits)
@@ -137,10 +142,19 @@ def compiled(graph: Graph, inside: tuple[Graph, ...] = ()) -> CompiledGraph:
         decides=bool(graph.routes)
         or any(key.reducer not in (None, add, append) for key in graph.schema.keys.values())
         or any(node.subgraph.decides for node in nodes.values() if node.subgraph is not None),
+        databases=databases,
         owners=owners,
     )
     owners.update({name: (whole, node) for name, node in nodes.items()})
     return whole
+
+
+def _add_databases(graph: Graph, databases: dict[str, Database], inner: CompiledGraph) -> None:
+    for name, database in inner.databases.items():
+        known = databases.setdefault(name, database)
+        if not known.is_same(database):
+            message = f"graph {graph.name!r} and its subgraph {inner.name!r} mean different databases by {name!r}"
+            raise GraphError(message)
 
 
 def _exits(graph: Graph) -> dict[str, Exits]:

@@ -11,16 +11,19 @@ import hashlib
 import inspect
 import time
 import uuid
-from collections.abc import Awaitable, Callable, Coroutine, Mapping, Sequence
+from collections.abc import AsyncIterator, Awaitable, Callable, Coroutine, Mapping, Sequence
+from concurrent.futures import ThreadPoolExecutor
+from contextlib import AbstractContextManager, asynccontextmanager
 from dataclasses import dataclass, field
 from datetime import UTC, datetime, timedelta
 from functools import cached_property
-from typing import Any, TypeVar
+from typing import TYPE_CHECKING, Any, TypeVar
 
 import structlog
 
 from keepstep.errors import InvalidInput
 from keepstep.runtime import performing
+from keepstep.runtime.blocks import refuse_inside
 from keepstep.runtime.children import Child, ChildBook
 from keepstep.runtime.codec import Codec
 from keepstep.runtime.effects import effect
@@ -28,8 +31,12 @@ from keepstep.runtime.graph import Graph
 from keepstep.runtime.journal import Journal
 from keepstep.runtime.outcome import Parked
 from keepstep.runtime.place import Place
+from keepstep.runtime.transactions import TransactionBook, held
 from keepstep.runtime.waits import Decision, Question, Signal, WaitBook, gathered
 from keepstep.store.checkpoints import NewEvent
+
+if TYPE_CHECKING:
+    from sqlalchemy import Connection
 
 R = TypeVar("R")
 
@@ -42,6 +49,7 @@ class Attempt:
     journal: Journal
     waits: WaitBook
     children: ChildBook
+    transactions: TransactionBook
     codec: Codec
     failures: Callable[[], Sequence[Mapping[str, Any]]]
     """What failed, and was to be continued after, in the super-step before."""
@@ -55,6 +63,7 @@ class Attempt:
 
     def close(self) -> None:
         """Begin nothing more: the node has ended."""
+        self.transactions.close()
         self.journal.close()
         self.children.close()
 
@@ -113,6 +122,7 @@ class _Facts:
     @property
     def failures(self) -> list[dict[str, Any]]:
         """Failures of the super-step before, of nodes with `on_error="continue"`: [{node, run, type, message}]."""
+        refuse_inside("ctx.failures")
         return [dict(failure) for failure in self._attempt.failures()]
 
     @cached_property
@@ -134,6 +144,7 @@ class _Facts:
 
         Read it with `Reader.events`. Raises `NotStorable` naming the path of what cannot be stored.
         """
+        refuse_inside("ctx.emit")
         payload = self._attempt.codec.encode(event, path="$event")
         self._attempt.emitted += 1
         if self._attempt.emitted > self._attempt.published():
@@ -174,6 +185,22 @@ class Context(_Facts):
             raise InvalidInput(message)
         procedure = performing.effect(self._attempt.journal, fn, args, kwargs, key)
         return performing.perform(procedure)  # type: ignore[no-any-return]  # what fn returned
+
+    def transaction(
+        self, database: str | None = None, /, *, key: str | None = None
+    ) -> AbstractContextManager[Connection]:
+        """A transaction of the node's own, done once: `with ctx.transaction() as conn:` (a SQLAlchemy `Connection`).
+
+        What it writes and the journal's record of it are committed together when the block ends, and undone together
+        when it raises; the block itself neither commits nor rolls back (`conn.begin_nested()` makes savepoints). When
+        the node runs again the block's body runs again, too, and its statements are answered as they were, from the
+        record: it must say the same. Nothing else is asked of ctx inside. `database`: a name that `graph.database`
+        registers; without it the store's own. `key` names it within the node run. Raises `TransactionRefused` for what
+        a block cannot do, `UnknownDatabase`, `JournalMissing`, `NotStorable` and `TooLarge` for what cannot be
+        recorded, `NodeTimeout` when the node's time is over before the commit, `Diverged` (the thread is blocked) when
+        it says something else than the time before.
+        """
+        return held(self._attempt.transactions.block(database, key))
 
     def approve(
         self,
@@ -278,6 +305,10 @@ class Context(_Facts):
         return self._uuid()
 
 
+async def _in_thread(own: ThreadPoolExecutor, function: Callable[..., R], *args: Any) -> R:
+    return await asyncio.get_running_loop().run_in_executor(own, function, *args)
+
+
 class AsyncContext(_Facts):
     """The context of an async node: `Context`'s names, awaitable."""
 
@@ -299,6 +330,32 @@ class AsyncContext(_Facts):
         self._attempt.acting.discard(performed)
         if not performed.cancelled():
             performed.exception()  # retrieved: it was told to whoever still waited
+
+    @asynccontextmanager
+    async def transaction(self, database: str | None = None, /, *, key: str | None = None) -> AsyncIterator[Connection]:
+        """A transaction of the node's own, done once; see `Context.transaction`.
+
+        `async with ctx.transaction() as conn:` begins and commits in a thread; `conn` is the same sync `Connection`.
+        """
+        block = self._attempt.transactions.block(database, key)
+        # A thread of its own: those that all share may all wait for what this one holds.
+        own = ThreadPoolExecutor(1, thread_name_prefix="keepstep-transaction")
+        try:
+            try:
+                connection = await self._acting(_in_thread(own, block.begin))
+            except asyncio.CancelledError:
+                # It may still begin, and nobody would end it.
+                await self._acting(_in_thread(own, block.abandon))
+                raise
+            block.enter()
+            try:
+                yield connection
+            except BaseException as error:
+                await self._acting(_in_thread(own, block.undo, error))
+                raise
+            await self._acting(_in_thread(own, block.commit))
+        finally:
+            own.shutdown(wait=False)
 
     @cached_property
     def _sync(self) -> Context:

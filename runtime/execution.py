@@ -46,6 +46,7 @@ from keepstep.runtime.outcome import (
 )
 from keepstep.runtime.place import Place
 from keepstep.runtime.planner import Cursor, DueRun, NodeResult
+from keepstep.runtime.transactions import TransactionBook
 from keepstep.runtime.waits import WaitBook
 from keepstep.runtime.watchdog import alarm
 from keepstep.store import checkpoints, leases
@@ -161,6 +162,7 @@ def _result(runtime: Runtime, node_run: NodeRun, attempt: Attempt, timeout: floa
     attempt.codec.encode(result.to_plain().get("update", {}))
     attempt.journal.check_course(before="its end")
     attempt.journal.check_settled()
+    attempt.transactions.check_settled()
     attempt.waits.check_course()
     return result
 
@@ -173,8 +175,11 @@ def _outcome_of(error: BaseException, node_run: NodeRun, attempt: Attempt, timeo
             try:
                 attempt.journal.check_course(before="it parked")
                 attempt.journal.check_settled()
+                attempt.transactions.check_settled()
             except (ThreadBlocked, EffectPending) as blocked:
                 return _held_up(node_run, blocked)
+            except StepError as left_open:
+                return _failed(node_run, left_open, attempt)
             node_run.events[:] = attempt.events
             return Waiting(error.waits)
         case ThreadBlocked() | EffectPending():
@@ -240,7 +245,16 @@ def _prepared(runtime: Runtime, node_run: NodeRun, deadline: float) -> Attempt:
     book = WaitBook(codec, lambda: stored_waits.of_run(runtime.store, thread.id, node_run.step, run.id) if load else [])
     children = ChildBook(runtime, fence, place, journal, book, priority=thread.priority, load=load)
     failures = functools.cache(node_run.failures_before or (lambda: run.failures))
-    attempt = Attempt(place, journal, book, children, codec, failures)
+    transactions = TransactionBook(
+        runtime.store,
+        fence,
+        journal,
+        node_run.graph.databases,
+        tenant=thread.tenant,
+        codec=codec,
+        remaining=lambda: deadline - time.monotonic(),
+    )
+    attempt = Attempt(place, journal, book, children, transactions, codec, failures)
     if load:
         attempt.published = functools.cache(
             lambda: checkpoints.events_published(runtime.store, thread.id, node_run.step, fence.seq, run.id)

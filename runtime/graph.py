@@ -5,16 +5,20 @@ from __future__ import annotations
 import inspect
 from collections.abc import Callable, Iterable, Sequence
 from datetime import timedelta
-from typing import Any, TypeVar, overload
+from typing import TYPE_CHECKING, Any, TypeVar, overload
 
 from keepstep.errors import GraphError, InvalidInput
 from keepstep.ids import checked_name
 from keepstep.runtime import drawing
 from keepstep.runtime.compiled import CompiledGraph, Node, Route, compiled
+from keepstep.runtime.databases import Database
 from keepstep.runtime.fields import takes_two
 from keepstep.runtime.policy import NO_RETRY, Retry, seconds
 from keepstep.runtime.routing import END, START, Choose, Goto, Send
 from keepstep.runtime.state import StateSchema
+
+if TYPE_CHECKING:
+    from sqlalchemy import Engine
 
 __all__ = ["END", "START", "CompiledGraph", "Goto", "Graph", "Node", "Send"]
 
@@ -58,6 +62,7 @@ class Graph:
         self.subgraphs: dict[str, Graph] = {}
         self.edges: list[tuple[str, str]] = []
         self.routes: list[Route] = []
+        self.databases: dict[str, Database] = {}
         self._compiled: CompiledGraph | None = None
         self._compiled_of: tuple[int, ...] = ()
 
@@ -136,6 +141,19 @@ class Graph:
             message = f"{where} needs to=[…], the names it may choose"
             raise GraphError(message)
         self.routes.append(Route(_name_of(source), choose, tuple(map(_name_of, to))))
+        self._compiled = None
+
+    def database(self, name: str, engine: Engine | Callable[[], Engine], /) -> None:
+        """Register a database for `ctx.transaction(name)`: a SQLAlchemy engine, or a function that returns one.
+
+        The function is called once in each process that needs it, so it may read its URL from the environment there.
+        Once, beside the data: `keepstep db install-journal URL`. Raises `GraphError`.
+        """
+        _checked(f"the name of a database of graph {self.name!r}", name)
+        if name in self.databases:
+            message = f"graph {self.name!r} has a database {name!r} already"
+            raise GraphError(message)
+        self.databases[name] = Database(name, engine)
         self._compiled = None
 
     def compile(self) -> CompiledGraph:
@@ -224,7 +242,7 @@ class Graph:
         """Return what changes when this graph or one inside it does: everything declared is only ever added to."""
         if self in inside:
             return ()
-        own = (len(self.nodes), len(self.edges), len(self.routes))
+        own = (len(self.nodes), len(self.edges), len(self.routes), len(self.databases))
         inner = (sub._stamp((*inside, self)) for sub in self.subgraphs.values())  # noqa: SLF001  of this class
         return sum(inner, own)
 

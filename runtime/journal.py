@@ -330,13 +330,17 @@ class Journal:
         self._blocked = EffectUnknown(message)
         raise self._blocked from error
 
+    def fail(self, call: Call, error: BaseException) -> None:
+        """Record that an effect failed: a known failure, which a retry of the node may try again."""
+        with undisturbed():
+            self._failed(call, error)
+
     def not_done(self, lookup: Lookup, error: Exception) -> None:
         """Record that a call whose answer was lost failed; raise `EffectPending` while the outside may catch up."""
         left = lookup.call.declared.settling_seconds
         if left > 0:
             self._still_may(lookup.found, left)
-        with undisturbed():
-            self._failed(lookup.call, error)
+        self.fail(lookup.call, error)
 
     def _lost(self, call: Call) -> None:
         """Leave the intent without an outcome; the call itself is over, so that asking about it need not wait."""
@@ -388,6 +392,41 @@ class Journal:
             self._blocked = Diverged(message)
             raise self._blocked
         self.beside(before)
+
+    # --- transactions (`transactions.py`): effects that are their own record ------------------------------------------
+
+    def reserve(self, declared: EffectDeclaration, digest: bytes, key: str | None) -> Call:
+        """Return a call under way, which `end`, `fail` or `ended` ends; nothing is recorded of it."""
+        id_ = self._ids.reserve(f"ctx.{declared.name}", declared.name, digest, key, declared)
+        place = EffectKey(self._fence.thread_id, self._step, self._run, id_)
+        return Call(place, declared, digest, self._codec, {}, explicit_key=key)
+
+    def found(self, call: Call) -> EffectState | None:
+        """Return what is recorded of a call; raise `EffectConflict` when it is another one."""
+        found = self._known().get(call.key.call)
+        if found is not None:
+            self._same_call(found, call.declared, call.digest, call.explicit_key)
+            if found.state == journal.GIVEN_UP:
+                message = f"effect {found.name!r} was given up by {found.resolved_by}: {_reason(found)}"
+                raise EffectGivenUp(message)
+        return found
+
+    def intend(self, call: Call) -> bool:
+        """Record the intent of a call, also over one that an earlier attempt left; False: its outcome is known now."""
+        return isinstance(self._intended(call), Call)
+
+    def ended(self, call: Call, result: bytes) -> None:
+        """Say that a call's result is recorded."""
+        self._ended(call, journal.DONE, result)
+
+    def end(self, call: Call) -> None:
+        """Say that a call is not under way any more, whatever became of it."""
+        self._ids.end(call.key.call)
+
+    def hold_up(self, error: ThreadBlocked | EffectPending) -> NoReturn:
+        """Raise an error that is not the node's to decide, now and when the node has ended."""
+        self._blocked = error
+        raise error
 
     # --- keys --------------------------------------------------------------------------------------------------------
 

@@ -22,6 +22,7 @@ from pydantic import TypeAdapter, ValidationError
 from keepstep.errors import Diverged, InvalidInput, StateError
 from keepstep.ids import checked_name, new_id
 from keepstep.runtime import policy
+from keepstep.runtime.blocks import refuse_inside
 from keepstep.runtime.codec import Codec
 from keepstep.runtime.outcome import Parked
 from keepstep.runtime.watchdog import undisturbed
@@ -197,6 +198,7 @@ class WaitBook:
         )
 
     def _state(self, asked: bytes, make: Callable[[int, bytes], NewWait]) -> WaitState:
+        refuse_inside("a wait")
         digest = hashlib.blake2b(asked, digest_size=16).digest()
         with self._lock:
             occurrence = self._occurrence

@@ -118,6 +118,14 @@ _END = Statement(
         .returning(effect.c.call)
     )
 )
+_STATE_OF = Statement(
+    lambda _dialect: select(effect.c.state, effect.c.nonce).where(
+        effect.c.thread_id == param("thread_id"),
+        effect.c.step == param("step"),
+        effect.c.run == param("run"),
+        effect.c.call == param("call"),
+    )
+)
 
 
 def of_run(store: Store, thread_id: str, step: str, run: str) -> list[EffectState]:
@@ -176,11 +184,50 @@ _DEFAULTS = {
 }
 
 
+def _place(key: EffectKey) -> dict[str, Any]:
+    return {"thread_id": key.thread_id, "step": key.step, "run": key.run, "call": key.call}
+
+
 def _write(store: Store, fence: Fence, key: EffectKey, values: dict[str, Any]) -> bool:
-    place = {"thread_id": key.thread_id, "step": key.step, "run": key.run, "call": key.call}
     with store.transaction() as transaction:
         hold(transaction, fence)
-        return bool(transaction.rows(_BEGIN, {**place, **_DEFAULTS, **values, "nonce": fence.nonce}))
+        return bool(transaction.rows(_BEGIN, {**_place(key), **_DEFAULTS, **values, "nonce": fence.nonce}))
+
+
+def record_within(
+    transaction: Transaction,
+    fence: Fence,
+    key: EffectKey,
+    *,
+    tenant: str,
+    name: str,
+    arguments_digest: bytes,
+    result: bytes,
+) -> bool:
+    """Record an effect that is this transaction itself, and is at risk of nothing else; the fence is held already.
+
+    False: it was recorded before, and the transaction must not be committed.
+    """
+    values = {**_place(key), **_DEFAULTS, "tenant": tenant, "name": name, "arguments_digest": arguments_digest}
+    values |= {"state": DONE, "at_risk": 1, "result": result, "ended": 1, "nonce": fence.nonce}
+    return bool(transaction.rows(_BEGIN, values))
+
+
+def is_recorded(store: Store, fence: Fence, key: EffectKey) -> bool:
+    """Tell whether this attempt's own transaction was committed, when the answer to its COMMIT was lost.
+
+    It held the leased row, so who holds that now knows that it has ended. Raises `StaleLease` when stale.
+    """
+    with store.transaction() as transaction:
+        hold(transaction, fence)
+        row = transaction.row(_STATE_OF, _place(key))
+    return row is not None and tuple(row) == (DONE, fence.nonce)
+
+
+def check_held(store: Store, fence: Fence) -> None:
+    """Raise `StaleLease` when the lease is lost."""
+    with store.transaction() as transaction:
+        hold(transaction, fence)
 
 
 def finish(

@@ -8,6 +8,7 @@ transaction says BEGIN and COMMIT itself.
 from __future__ import annotations
 
 import contextlib
+import functools
 import sqlite3
 import threading
 import time
@@ -27,6 +28,7 @@ from tenacity import Retrying, retry_if_exception_type, stop_after_delay, wait_r
 from keepstep.errors import DatabaseUnavailable, DuplicateRow, InvalidSettings
 from keepstep.store.pool import Pool, PoolExhausted
 from keepstep.store.statements import Row, Statement
+from keepstep.store.taped import TapedEngine
 
 T = TypeVar("T")
 log = structlog.get_logger("keepstep.store")
@@ -78,6 +80,40 @@ class Transaction:
         return int(self.cursor.rowcount)
 
 
+class Loan:
+    """A connection that is lent for longer than one call. It is given back by `end`, whatever became of it."""
+
+    def __init__(self, store: Store, pool: Pool, connection: Any, held: contextlib.ExitStack) -> None:
+        self.driver = connection.dbapi_connection
+        self._store = store
+        self._pool = pool
+        self._connection = connection
+        self._held = held
+        self._broken = False
+
+    @contextlib.contextmanager
+    def use(self) -> Iterator[Any]:
+        """Give the driver's connection, and say what went wrong as `Store.transaction` does."""
+        try:
+            yield self.driver
+        except (psycopg2.Error, sqlite3.Error) as error:
+            self._broken = self._broken or self._store._is_broken(error, self._connection)  # noqa: SLF001  of this module
+            cause = self._store._classified(error, broken=self._broken)  # noqa: SLF001  of this module
+            if cause is None:
+                raise
+            raise cause from error
+
+    @property
+    def is_broken(self) -> bool:
+        """Whether the connection is lost, and what was done on it undone by the database."""
+        return self._broken or bool(getattr(self.driver, "closed", False))
+
+    def end(self, *, broken: bool = False) -> None:
+        """Give the connection back; `broken`: it is not to be used again."""
+        self._pool.give(self._connection, broken=broken or self.is_broken)
+        self._held.close()
+
+
 class Store:
     """One database, as this process reaches it. Make one per process: never share it across a fork."""
 
@@ -88,7 +124,7 @@ class Store:
         self.in_memory = self.dialect == "sqlite" and url.database in {None, "", ":memory:"}
         # One in-memory database has one connection; its transactions queue up here instead of in SQLite.
         self._turn: contextlib.AbstractContextManager[Any] = (
-            threading.RLock() if self.in_memory else contextlib.nullcontext()
+            threading.Lock() if self.in_memory else contextlib.nullcontext()
         )
         options: dict[str, Any] = {"poolclass": StaticPool}
         if not self.in_memory:
@@ -104,6 +140,8 @@ class Store:
         event.listen(self.engine, "connect", prepare)
         self._pool_size = pool_size
         self._pool = self._new_pool()
+        # Of their own, so that no step waits for a connection that is lent for long.
+        self._lent = self._new_pool()
         self._abandoned: list[Pool] = []
 
     @classmethod
@@ -142,16 +180,18 @@ class Store:
     @property
     def connections_in_use(self) -> int:
         """How many connections are held by calls that are under way."""
-        return self._pool.in_use
+        return self._pool.in_use + self._lent.in_use
 
     def dispose(self, *, close: bool = True) -> None:
         """Drop all connections; `close=False` in a child leaves the parent's sockets alone after a fork."""
-        pool, self._pool = self._pool, self._new_pool()
-        if close:
-            pool.close()
-        else:
-            # Kept, not collected: what would be closed is the parent's.
-            self._abandoned.append(pool)
+        pools = self._pool, self._lent
+        self._pool, self._lent = self._new_pool(), self._new_pool()
+        for pool in pools:
+            if close:
+                pool.close()
+            else:
+                # Kept, not collected: what would be closed is the parent's.
+                self._abandoned.append(pool)
         self.engine.dispose(close=close)
 
     # --- running statements ----------------------------------------------------------------------------------------
@@ -195,8 +235,20 @@ class Store:
             finally:
                 cursor.close()
 
-    def _taken(self) -> tuple[Pool, Any]:
-        pool = self._pool
+    def lend(self) -> Loan:
+        """Lend a connection for longer than one call; an in-memory database serves nobody else meanwhile."""
+        with contextlib.ExitStack() as held:
+            held.enter_context(self._turn)
+            pool, connection = self._taken(self._lent)
+            return Loan(self, pool, connection, held.pop_all())
+
+    @functools.cached_property
+    def taped(self) -> TapedEngine:
+        """What makes a user's connections to this database."""
+        return TapedEngine(self.engine)
+
+    def _taken(self, lent: Pool | None = None) -> tuple[Pool, Any]:
+        pool = self._pool if lent is None else lent
         try:
             return pool, pool.take()
         except (PoolExhausted, SQLAlchemyError, psycopg2.Error, sqlite3.Error) as error:

@@ -2,13 +2,14 @@
 
 from __future__ import annotations
 
+import os
 from typing import Annotated
 
 import typer
 
 from keepstep.cli.command import app, command
 from keepstep.cli.session import Session
-from keepstep.errors import DatabaseUnavailable, InvalidSettings
+from keepstep.errors import DatabaseUnavailable, InvalidInput, InvalidSettings
 
 group = typer.Typer(no_args_is_help=True, rich_markup_mode="rich", help="Bring the database's schema up to date.")
 app.add_typer(group, name="db", rich_help_panel="Operate")
@@ -93,3 +94,74 @@ def install_outbox(
         return
     for each in made:
         session.output.line(f"{each['outbox']}: {'made keepstep_outbox' if each['made'] else 'has keepstep_outbox'}")
+
+
+@command(
+    "install-journal",
+    panel="Operate",
+    group=group,
+    has_tenant=False,
+    example="""\
+keepstep db install-journal --environment SHOP_DATABASE
+keepstep db install-journal postgresql://shop@db/shop --sql""",
+)
+def install_journal(
+    session: Session,
+    *,
+    url: Annotated[
+        str | None,
+        typer.Argument(metavar="URL", help="SQLAlchemy URL of the database that nodes have transactions on."),
+    ] = None,
+    environment: Annotated[
+        str | None,
+        typer.Option(
+            "--environment",
+            metavar="NAME",
+            help="The environment variable that holds the URL, so that no password stands on a command line.",
+        ),
+    ] = None,
+    sql: Annotated[bool, typer.Option("--sql", help="Print the statement instead of running it.")] = False,
+) -> None:
+    """Make the table `keepstep_journal` in a database of yours, for `ctx.transaction(NAME)`.
+
+    It stands beside your data and records which transactions of which nodes were committed there. Running it again is
+    harmless. The store's own database needs none.
+    """
+    from sqlalchemy import create_engine
+    from sqlalchemy.exc import SQLAlchemyError
+
+    from keepstep.store import foreign_journal
+
+    where = foreign_journal.checked_url(_given(url, environment))
+    engine = create_engine(where)
+    shown = where.render_as_string(hide_password=True)
+    ddl = foreign_journal.ddl(engine)
+    if sql:
+        session.output.document({"sql": ddl}) if session.as_json else session.output.line(ddl)
+        return
+    try:
+        made = foreign_journal.install(engine)
+    except SQLAlchemyError as error:
+        reason = str(getattr(error, "orig", None) or error).strip().splitlines()[0][:200]
+        message = f"database {shown}: {reason}"
+        raise DatabaseUnavailable(message) from error
+    finally:
+        engine.dispose()
+    if session.as_json:
+        session.output.document({"table": foreign_journal.journal.name, "made": made})
+    else:
+        told = "made table" if made else "has table"
+        session.output.line(f"{shown}: {told} {foreign_journal.journal.name}{'' if made else ' already'}")
+
+
+def _given(url: str | None, environment: str | None) -> str:
+    if (url is None) == (environment is None):
+        message = "say which database: URL, or --environment NAME of the variable that holds it"
+        raise InvalidInput(message)
+    if url is not None:
+        return url
+    found = os.environ.get(environment or "")
+    if not found:
+        message = f"the environment variable {environment} is not set"
+        raise InvalidInput(message)
+    return found

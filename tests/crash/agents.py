@@ -2,7 +2,10 @@
 
 from __future__ import annotations
 
+import os
 from typing import Annotated, TypedDict
+
+from sqlalchemy import create_engine, text
 
 from keepstep import END, START, Graph, Retry, Send, append, effect
 from tests.crash.outside import ask_outside
@@ -277,3 +280,27 @@ def lodge(state, ctx):
 holiday.edge(START, "board")
 holiday.edge("board", "lodge")
 holiday.edge("lodge", END)
+# --- transactions, on the store's database and on another one ---------------------------------------------------------
+
+market = Graph("market", state=Log)
+market.database("bank", lambda: create_engine(os.environ["KEEPSTEP_TEST_BANK"]))
+
+
+def sold(conn, thread):
+    """Write a sale, and return how many the thread has made."""
+    conn.execute(text("INSERT INTO sale (thread) VALUES (:thread)"), {"thread": thread})
+    return conn.execute(text("SELECT count(*) FROM sale WHERE thread = :thread"), {"thread": thread}).scalar_one()
+
+
+@market.node
+def sell(state, ctx):
+    entered(ctx, "sell")
+    with ctx.transaction(key="till") as conn:
+        here = sold(conn, ctx.thread)
+    with ctx.transaction("bank", key="bank") as conn:
+        there = sold(conn, ctx.thread)
+    return {"log": [f"sale {here} in the till", f"sale {there} at the bank"]}
+
+
+market.edge(START, "sell")
+market.edge("sell", END)

@@ -149,6 +149,30 @@ OF_FAMILIES = (
 )
 """Where a pool child dies under a parent or its child."""
 
+_UNDONE = "the node's body is entered again; the rows were undone with the transaction, and are written"
+_SELL: dict[str, dict[str, int]] = {"entered": {"sell": 2}, "starts": {"sell": 2}}
+
+OF_TRANSACTIONS = (
+    Death("inside_transaction", "till", _UNDONE, **_SELL),
+    Death("before_intent", "bank", _AGAIN, **_SELL),
+    Death(
+        "after_intent",
+        "bank",
+        "the node's body is entered again; the other database knows of nothing",
+        **_SELL,
+        calls={"bank": 2},
+    ),
+    Death("inside_transaction", "bank", _UNDONE, **_SELL, calls={"bank": 2}),
+    Death(
+        "after_transaction",
+        "bank",
+        "the node's body is entered again; the other database has the transaction's record, which answers it",
+        **_SELL,
+        calls={"bank": 2},
+    ),
+)
+"""Where a pool child dies under a node with transactions; `calls` are the intents of one."""
+
 OF_CANCELS = (
     Death("before_child_cancel", ".boat", "nothing; the sweep cancels the child", of_main_process=True),
     Death("after_child_cancel", ".boat", "nothing; the sweep cancels the child's children", of_main_process=True),
@@ -182,4 +206,4 @@ REGISTERED = Death("after_register", "", "nothing; the row lapses and is removed
 ADMITTED = Death("after_admission", "", "nothing; another worker nudges them, a little later", of_main_process=True)
 """Where a worker dies that found a thread whose nudge was lost."""
 
-DEATHS = (*OF_CHILDREN, *OF_MAIN_PROCESS, *OF_FAMILIES, *OF_CANCELS, *OF_UNDOS, REGISTERED, ADMITTED)
+DEATHS = (*OF_CHILDREN, *OF_MAIN_PROCESS, *OF_FAMILIES, *OF_CANCELS, *OF_TRANSACTIONS, *OF_UNDOS, REGISTERED, ADMITTED)

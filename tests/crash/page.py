@@ -31,7 +31,8 @@ history is one line whose digests are right, and the starts of each node run, th
 server outside has counted, the commands applied, the events and the final state differ by nothing but what stands here.
 `tests/crash/test_families.py` does the same to a fleet that spawns a `.boat` and joins it, and to one that is cancelled
 while its boat tows another; `tests/crash/test_undos.py` to a holiday that charges a `flight`, a `hotel` and a `car`,
-fails, and is undone.
+fails, and is undone; `tests/crash/test_transactions.py` to a node that writes a sale into the `till`, a table in
+Keepstep's database, and one at the `bank`, in another database; there is one of each afterwards.
 
 | point | what has happened there | killed at | what it costs |
 |---|---|---|---|

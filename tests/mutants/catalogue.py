@@ -42,6 +42,8 @@ _EFFECTS = "tests/steps/test_effects.py::test_"
 _WAITS = "tests/steps/test_waits.py::test_"
 _CHILDREN = "tests/steps/test_children.py::test_"
 _UNDO = "tests/steps/test_undo.py::test_"
+_TRANSACTIONS = "tests/steps/test_transactions.py::test_"
+_FOREIGN = "tests/steps/test_foreign_transactions.py::test_"
 
 MUTANTS = (
     Mutant(
@@ -554,5 +556,71 @@ MUTANTS = (
         "store/checkpoints.py",
         (("        is_undone = new.status == FAILED and ", '        is_undone = new.status == "never" and '),),
         (_UNDO + "a_run_that_reaches_its_step_limit_is_undone[sqlite]",),
+        "transactions",
+        "the fence is not taken before the commit",
+        "store/transactions.py",
+        (("                hold(transaction, self._fence)\n", ""),),
+        (_TRANSACTIONS + "a_cancelled_attempt_commits_nothing",),
+    ),
+    Mutant(
+        "transactions",
+        "a commit whose answer is lost is taken for a failure",
+        "store/transactions.py",
+        (
+            (
+                "            if not self._store.patiently(lambda: effects.is_recorded(",
+                "            if True or (lambda: (",
+            ),
+        ),
+        (_TRANSACTIONS + "a_commit_whose_answer_is_lost_is_looked_up[lose_reply]",),
+    ),
+    Mutant(
+        "transactions",
+        "what is played again may be another statement",
+        "store/tapes.py",
+        (("        if found.digest != digest_of(statement, parameters):\n", "        if False:\n"),),
+        (_TRANSACTIONS + "a_block_that_says_something_else_is_diverged[sqlite]",),
+    ),
+    Mutant(
+        "transactions",
+        "a block that is played again may leave statements out",
+        "runtime/transactions.py",
+        (("            self._player.end()\n", "            pass\n"),),
+        (_TRANSACTIONS + "a_block_with_more_or_fewer_statements_is_diverged",),
+    ),
+    Mutant(
+        "transactions",
+        "the deadline is not looked at before the commit",
+        "runtime/transactions.py",
+        (("    if book.remaining() <= 0:\n        raise _overdue(what)\n    try:\n", "    try:\n"),),
+        (_TRANSACTIONS + "a_node_out_of_time_commits_nothing[sqlite-not-alarmed]",),
+    ),
+    Mutant(
+        "transactions",
+        "effects may be asked for inside a block",
+        "runtime/callids.py",
+        (("        refuse_inside(what)\n", ""),),
+        ("tests/steps/test_transaction_blocks.py::test_nothing_else_is_asked_inside_a_block",),
+    ),
+    Mutant(
+        "transactions",
+        "another database is not asked what an earlier attempt did",
+        "store/foreign_journal.py",
+        (("            _INSERT.execute(self.cursor, self.dialect, entry.row)\n", ""),),
+        (_FOREIGN + "a_process_may_die_anywhere[sqlite-after_transaction-2]",),
+    ),
+    Mutant(
+        "transactions",
+        "an attempt that was overtaken commits in another database",
+        "runtime/transactions.py",
+        (("            book.store.patiently(lambda: journal_rows.check_held(book.store, book.fence))\n", ""),),
+        (_FOREIGN + "an_attempt_that_was_overtaken_commits_nothing[sqlite]",),
+    ),
+    Mutant(
+        "transactions",
+        "what may be committed in a database that is away is a failure",
+        "runtime/transactions.py",
+        (("            if is_unknown:\n", "            if False:\n"),),
+        (_FOREIGN + "a_database_that_cannot_be_asked_puts_off_what_may_have_happened[sqlite]",),
     ),
 )

@@ -6,6 +6,7 @@ import contextlib
 
 import pytest
 
+from tests.steps.business import furnish
 from tests.steps.driver import Clock, Deployment
 
 
@@ -52,3 +53,19 @@ def served(postgresql_url):
             return deployment
 
         yield make
+
+
+@pytest.fixture
+def shop(deploy):
+    """Make deployments whose database has the user's tables, with one account of 100.00."""
+    made = []
+
+    def make(graph, **options):
+        d = deploy(graph, **options)
+        furnish(d)
+        made.append(d)
+        return d
+
+    yield make
+    for d in made:
+        assert d.worker.store.connections_in_use == 0

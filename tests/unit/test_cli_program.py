@@ -6,6 +6,7 @@ import contextlib
 import json
 import os
 import signal
+import sqlite3
 import subprocess
 import sys
 from pathlib import Path
@@ -50,6 +51,7 @@ def test_every_command_of_the_design_is_there():
         "keepstep db upgrade",
         "keepstep db status",
         "keepstep db install-outbox",
+        "keepstep db install-journal",
     }
 
 
@@ -480,3 +482,42 @@ def wait_until(look, seconds=20):
     while not look():
         assert time.monotonic() < deadline
         time.sleep(0.02)
+
+
+# --- a database of the user's -----------------------------------------------------------------------------------------
+
+
+def test_the_journal_is_installed_once_in_a_database_of_the_users(tmp_path, monkeypatch, capsys):
+    monkeypatch.setenv("SHOP_DATABASE", f"sqlite:///{tmp_path}/shop.db")
+    assert run(["db", "install-journal", "--environment", "SHOP_DATABASE"]) == 0
+    assert capsys.readouterr().out == f"sqlite+pysqlite:///{tmp_path}/shop.db: made table keepstep_journal\n"
+    assert run(["db", "install-journal", f"sqlite:///{tmp_path}/shop.db", "--json"]) == 0
+    assert json.loads(capsys.readouterr().out) == {"table": "keepstep_journal", "made": False}
+    with contextlib.closing(sqlite3.connect(tmp_path / "shop.db")) as connection:
+        connection.execute("INSERT INTO keepstep_journal (digest, key, thread) VALUES ('d', 'k', 't')")
+
+
+def test_the_statement_that_makes_the_journal_is_printed(capsys):
+    assert run(["db", "install-journal", "postgresql://shop:geheim@nowhere/shop", "--sql"]) == 0
+    assert capsys.readouterr().out == (
+        "CREATE TABLE IF NOT EXISTS keepstep_journal ( digest TEXT NOT NULL, key TEXT NOT NULL, thread TEXT NOT NULL, "
+        "tape BYTEA, recorded_at TIMESTAMP WITH TIME ZONE DEFAULT CURRENT_TIMESTAMP NOT NULL, PRIMARY KEY (digest) );\n"
+    )
+
+
+@pytest.mark.parametrize(
+    ("arguments", "code", "text"),
+    [
+        ([], 2, "say which database: URL, or --environment NAME"),
+        (["sqlite://", "--environment", "SHOP_DATABASE"], 2, "say which database: URL, or --environment NAME"),
+        (["--environment", "NO_SUCH_DATABASE"], 2, "the environment variable NO_SUCH_DATABASE is not set"),
+        (["geheim"], 2, "not a database URL"),
+        (["mysql://shop:geheim@nowhere/shop"], 2, "mysql is not a database that ctx.transaction can use"),
+        (["postgresql://shop:geheim@127.0.0.1:1/shop"], 1, "postgresql+psycopg2://shop:***@127.0.0.1:1/shop: "),
+    ],
+)
+def test_a_database_that_cannot_have_the_journal_is_told_without_its_password(capsys, arguments, code, text):
+    assert run(["db", "install-journal", *arguments]) == code
+    told = capsys.readouterr().err
+    assert text in told
+    assert "geheim" not in told

@@ -71,7 +71,7 @@ MUTANTS = (
         "the fence",
         "an intent is not fenced",
         "store/effects.py",
-        (("        hold(transaction, fence)\n", ""),),
+        (("        hold(transaction, fence)\n        return bool(", "        return bool("),),
         (_FENCES.format("thread", "intend"),),
     ),
     Mutant(

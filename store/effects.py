@@ -180,6 +180,7 @@ _DEFAULTS = {
     "error": None,
     "seconds": 0.0,
     "ended": None,
+    "run_id": None,
     "undo": None,
 }
 

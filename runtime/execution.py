@@ -235,11 +235,12 @@ def _prepared(runtime: Runtime, node_run: NodeRun, deadline: float) -> Attempt:
         codec=codec,
         load=load,
         remaining=lambda: deadline - time.monotonic(),
+        artifacts=runtime.large_values,
     )
     book = WaitBook(codec, lambda: stored_waits.of_run(runtime.store, thread.id, node_run.step, run.id) if load else [])
     children = ChildBook(runtime, fence, place, journal, book, priority=thread.priority, load=load)
     failures = functools.cache(node_run.failures_before or (lambda: run.failures))
-    attempt = Attempt(place, journal, book, children, codec, failures)
+    attempt = Attempt(place, journal, book, children, codec, failures, runtime.responses)
     if load:
         attempt.published = functools.cache(
             lambda: checkpoints.events_published(runtime.store, thread.id, node_run.step, fence.seq, run.id)

@@ -87,6 +87,7 @@ def effect(found: EffectView) -> dict[str, Any]:
         "calls": found.calls,
         "error": error_of(found.error),
         "resolved_by": found.resolved_by,
+        "model_call": found.meta,
         "started_at": iso(found.started_at),
         "ended_at": iso(found.ended_at),
     }

@@ -1,0 +1,222 @@
+"""Model calls: effects that are safe to repeat and costly to, recorded with what there is to know of them.
+
+Safe to repeat: so one write, no intent. Costly: so a response that was received is never thrown away. It is recorded
+even when the attempt's lease was lost meanwhile (the first one recorded stands, for every attempt), and from when it is
+whole until it is recorded it lies in the response spool, where the next attempt finds it.
+"""
+
+from __future__ import annotations
+
+import inspect
+import time
+from collections.abc import AsyncIterable, Callable, Iterable, Iterator, Sequence
+from dataclasses import dataclass, replace
+from typing import Any
+
+from keepstep.crashpoints import reach
+from keepstep.errors import InvalidInput, NotStorable
+from keepstep.ids import checked_name
+from keepstep.runtime.effects import EffectDeclaration, declaration_of
+from keepstep.runtime.journal import Call, Journal, Recorded
+from keepstep.runtime.modelfacts import Facts, Tokens, facts_of, is_whole, plain, text_of, tool_versions
+from keepstep.runtime.performing import Doing, Procedure
+from keepstep.runtime.responsespool import Received, ResponseSpool
+from keepstep.runtime.watchdog import undisturbed
+
+OnChunk = Callable[[Any], Any]
+
+
+@dataclass(frozen=True, slots=True)
+class ModelReply:
+    """What a model answered, and what is known of the call."""
+
+    response: Any
+    """As the call returned it, when its type is one that the graph or the call's annotation declares; else its plain
+    data. None when it came in chunks."""
+    chunks: tuple[Any, ...] | None
+    """The chunks of a streamed response, all of them; None: it came whole."""
+    text: str
+    """What the model said, where the response has a shape that is known; else ""."""
+    model: str | None
+    model_version: str | None
+    tokens: Tokens
+    finish_reason: str | None
+    seconds: float | None
+    """From the call to the end of the response, when it was received."""
+    first_chunk_seconds: float | None
+    recorded: bool
+    """It came from the journal: nothing was called now."""
+
+
+@dataclass(frozen=True, slots=True)
+class ModelOptions:
+    """What a caller says besides call and request."""
+
+    key: str | None = None
+    name: str | None = None
+    prompt_version: str | None = None
+    model_version: str | None = None
+    tools: Sequence[Any] = ()
+    on_chunk: OnChunk | None = None
+
+
+@dataclass(frozen=True, slots=True)
+class _Heard:
+    """A response that was received."""
+
+    response: Any
+    chunks: tuple[Any, ...] | None
+    seconds: float
+    first_chunk_seconds: float | None
+
+
+def model(
+    journal: Journal, spool: ResponseSpool | None, call: Callable[..., Any], request: Any, options: ModelOptions
+) -> Procedure[ModelReply]:
+    """Ask a model, once, or return its recorded response."""
+    begun = journal.begin(call, (request,), {}, options.key, _declaration(call, options.name))
+    if isinstance(begun, Recorded):
+        return _reply(begun.result, begun.meta, recorded=True)
+    if not isinstance(begun, Call):  # a lookup: only effects at risk have one
+        raise TypeError(begun)
+    spooled = spool.get(begun.key.text, begun.digest) if spool is not None else None
+    if spooled is not None:
+        stands = _kept(journal, spool, begun, spooled)
+        if stands is None:
+            stands = Recorded(begun.codec.decode(spooled.result), begun.codec.decode(spooled.meta))
+        return _reply(stands.result, stands.meta, recorded=True)
+    journal.check_lease(begun)
+    try:
+        heard = yield from _heard(call, request, begun, options.on_chunk)
+    except Exception as error:
+        journal.raised(begun, error)
+        raise
+    reach("after_response", begun.key.call)
+    with undisturbed():
+        heard, meta, received = _encoded(begun, request, heard, options)
+        if spool is not None:
+            spool.put(begun.key.text, received)
+        reach("after_call", begun.key.call)
+        stands = _kept(journal, spool, begun, received)
+    reach("after_result", begun.key.call)
+    if stands is not None:
+        return _reply(stands.result, stands.meta, recorded=True)
+    return _reply({"response": heard.response, "chunks": heard.chunks}, meta, recorded=False)
+
+
+def _declaration(call: Callable[..., Any], name: str | None) -> EffectDeclaration:
+    if name is not None:
+        return EffectDeclaration(checked_name("a model call's name", name), idempotent=True)
+    try:
+        declared = declaration_of(call)
+    except InvalidInput:
+        message = "ctx.model needs a named function: its name is part of the call's key; use def, or give name=…"
+        raise InvalidInput(message) from None
+    return EffectDeclaration(declared.name, idempotent=True)
+
+
+# --- receiving ---
+
+
+def _heard(call: Callable[..., Any], request: Any, begun: Call, on_chunk: OnChunk | None) -> Procedure[_Heard]:
+    began = time.monotonic()
+    response = yield Doing(call, (request,), begun.extra)
+    if is_whole(response):
+        return _Heard(response, None, time.monotonic() - began, None)
+    stream = _Stream(on_chunk, began)
+    yield Doing(stream.drain_async if hasattr(response, "__aiter__") else stream.drain, (response,))
+    return _Heard(None, tuple(stream.chunks), time.monotonic() - began, stream.first_chunk_seconds)
+
+
+class _Stream:
+    """Takes a response's chunks as they come, and passes them on."""
+
+    def __init__(self, on_chunk: OnChunk | None, began: float) -> None:
+        self._on_chunk = on_chunk
+        self._began = began
+        self.chunks: list[Any] = []
+        self.first_chunk_seconds: float | None = None
+
+    def drain(self, response: Iterator[Any]) -> None:
+        for chunk in response:
+            if inspect.isawaitable(self._take(chunk)):
+                message = "ctx.model: on_chunk is async: use it with an async stream, or give a plain function"
+                raise InvalidInput(message)
+
+    async def drain_async(self, response: AsyncIterable[Any]) -> None:
+        async for chunk in response:
+            taken = self._take(chunk)
+            if inspect.isawaitable(taken):
+                await taken
+
+    def _take(self, chunk: Any) -> Any:
+        if self.first_chunk_seconds is None:
+            self.first_chunk_seconds = time.monotonic() - self._began
+        self.chunks.append(chunk)
+        return None if self._on_chunk is None else self._on_chunk(chunk)
+
+
+# --- recording ---
+
+
+def _encoded(
+    begun: Call, request: Any, heard: _Heard, options: ModelOptions
+) -> tuple[_Heard, dict[str, Any], Received]:
+    """Return a response as the node will see it, now and on every retry, what is known of it, and both as stored."""
+    path = f"${begun.declared.name}"
+    try:
+        result = begun.codec.encode({"response": heard.response, "chunks": _listed(heard.chunks)}, path=path)
+    except NotStorable:
+        # A client's own classes, which the graph does not declare: what they hold is kept, and they are not.
+        chunks = None if heard.chunks is None else tuple(map(plain, heard.chunks))
+        heard = replace(heard, response=plain(heard.response), chunks=chunks)
+        result = begun.codec.encode({"response": heard.response, "chunks": _listed(chunks)}, path=path)
+    facts = facts_of(request, heard.response, heard.chunks)
+    meta = _meta(begun, facts, heard, options)
+    return heard, meta, Received(begun.digest, result, begun.codec.encode(meta, path=f"{path}.meta"))
+
+
+def _meta(begun: Call, facts: Facts, heard: _Heard, options: ModelOptions) -> dict[str, Any]:
+    return {
+        "model": facts.model,
+        "model_version": facts.model_version if options.model_version is None else options.model_version,
+        "prompt_version": options.prompt_version,
+        "tools": tool_versions(options.tools),
+        "temperature": facts.temperature,
+        "seed": facts.seed,
+        "tokens": facts.tokens._asdict(),
+        "finish_reason": facts.finish_reason,
+        "seconds": round(heard.seconds, 6),
+        "first_chunk_seconds": None if heard.first_chunk_seconds is None else round(heard.first_chunk_seconds, 6),
+        "request_digest": begun.digest.hex(),
+    }
+
+
+def _kept(journal: Journal, spool: ResponseSpool | None, begun: Call, received: Received) -> Recorded | None:
+    """Record what was received; return what stands instead when another attempt was first."""
+    before = journal.keep(begun, received.result, received.meta)
+    if spool is not None:
+        spool.remove(begun.key.text)
+    return before
+
+
+def _reply(result: Any, meta: Any, *, recorded: bool) -> ModelReply:
+    if meta is None:  # it was recorded by ctx.effect, before the node's code was changed
+        result, meta = {"response": result, "chunks": None}, {}
+    response, chunks = result["response"], result["chunks"]
+    return ModelReply(
+        response=response,
+        chunks=None if chunks is None else tuple(chunks),
+        text=text_of(response, chunks),
+        model=meta.get("model"),
+        model_version=meta.get("model_version"),
+        tokens=Tokens(**meta.get("tokens", {})),
+        finish_reason=meta.get("finish_reason"),
+        seconds=meta.get("seconds"),
+        first_chunk_seconds=meta.get("first_chunk_seconds"),
+        recorded=recorded,
+    )
+
+
+def _listed(chunks: Iterable[Any] | None) -> list[Any] | None:
+    return None if chunks is None else list(chunks)

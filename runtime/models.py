@@ -9,8 +9,8 @@ from __future__ import annotations
 
 import inspect
 import time
-from collections.abc import AsyncIterable, Callable, Iterable, Iterator, Sequence
-from dataclasses import dataclass, replace
+from collections.abc import AsyncIterable, Callable, Iterator, Sequence
+from dataclasses import dataclass
 from typing import Any
 
 from keepstep.crashpoints import reach
@@ -65,7 +65,7 @@ class _Heard:
     """A response that was received."""
 
     response: Any
-    chunks: tuple[Any, ...] | None
+    chunks: list[Any] | None
     seconds: float
     first_chunk_seconds: float | None
 
@@ -81,10 +81,8 @@ def model(
         raise TypeError(begun)
     spooled = spool.get(begun.key.text, begun.digest) if spool is not None else None
     if spooled is not None:
-        stands = _kept(journal, spool, begun, spooled)
-        if stands is None:
-            stands = Recorded(begun.codec.decode(spooled.result), begun.codec.decode(spooled.meta))
-        return _reply(stands.result, stands.meta, recorded=True)
+        answer = begun.codec.decode(spooled.result)
+        return _recorded(journal, spool, begun, request, answer, spooled, is_new=False)
     journal.check_lease(begun)
     try:
         heard = yield from _heard(call, request, begun, options.on_chunk)
@@ -93,15 +91,14 @@ def model(
         raise
     reach("after_response", begun.key.call)
     with undisturbed():
-        heard, meta, received = _encoded(begun, request, heard, options)
+        # Nothing before the spool that can wait until after it: what dies meanwhile was paid for in vain.
+        answer, received = _received(begun, heard, options)
         if spool is not None:
             spool.put(begun.key.text, received)
         reach("after_call", begun.key.call)
-        stands = _kept(journal, spool, begun, received)
+        reply = _recorded(journal, spool, begun, request, answer, received, is_new=True)
     reach("after_result", begun.key.call)
-    if stands is not None:
-        return _reply(stands.result, stands.meta, recorded=True)
-    return _reply({"response": heard.response, "chunks": heard.chunks}, meta, recorded=False)
+    return reply
 
 
 def _declaration(call: Callable[..., Any], name: str | None) -> EffectDeclaration:
@@ -125,7 +122,7 @@ def _heard(call: Callable[..., Any], request: Any, begun: Call, on_chunk: OnChun
         return _Heard(response, None, time.monotonic() - began, None)
     stream = _Stream(on_chunk, began)
     yield Doing(stream.drain_async if hasattr(response, "__aiter__") else stream.drain, (response,))
-    return _Heard(None, tuple(stream.chunks), time.monotonic() - began, stream.first_chunk_seconds)
+    return _Heard(None, stream.chunks, time.monotonic() - began, stream.first_chunk_seconds)
 
 
 class _Stream:
@@ -159,45 +156,63 @@ class _Stream:
 # --- recording ---
 
 
-def _encoded(
-    begun: Call, request: Any, heard: _Heard, options: ModelOptions
-) -> tuple[_Heard, dict[str, Any], Received]:
-    """Return a response as the node will see it, now and on every retry, what is known of it, and both as stored."""
+def _received(begun: Call, heard: _Heard, options: ModelOptions) -> tuple[dict[str, Any], Received]:
+    """Return a response as the node will see it, now and on every retry, and as it is stored."""
     path = f"${begun.declared.name}"
+    answer = {"response": heard.response, "chunks": heard.chunks}
     try:
-        result = begun.codec.encode({"response": heard.response, "chunks": _listed(heard.chunks)}, path=path)
+        result = begun.codec.encode(answer, path=path)
     except NotStorable:
         # A client's own classes, which the graph does not declare: what they hold is kept, and they are not.
-        chunks = None if heard.chunks is None else tuple(map(plain, heard.chunks))
-        heard = replace(heard, response=plain(heard.response), chunks=chunks)
-        result = begun.codec.encode({"response": heard.response, "chunks": _listed(chunks)}, path=path)
-    facts = facts_of(request, heard.response, heard.chunks)
-    meta = _meta(begun, facts, heard, options)
-    return heard, meta, Received(begun.digest, result, begun.codec.encode(meta, path=f"{path}.meta"))
+        chunks = None if heard.chunks is None else [plain(chunk) for chunk in heard.chunks]
+        answer = {"response": plain(heard.response), "chunks": chunks}
+        result = begun.codec.encode(answer, path=path)
+    said = {
+        "prompt_version": options.prompt_version,
+        "model_version": options.model_version,
+        "tools": tool_versions(options.tools),
+        "seconds": round(heard.seconds, 6),
+        "first_chunk_seconds": None if heard.first_chunk_seconds is None else round(heard.first_chunk_seconds, 6),
+    }
+    return answer, Received(begun.digest, result, begun.codec.encode(said, path=f"{path}.said"))
 
 
-def _meta(begun: Call, facts: Facts, heard: _Heard, options: ModelOptions) -> dict[str, Any]:
+def _recorded(
+    journal: Journal,
+    spool: ResponseSpool | None,
+    begun: Call,
+    request: Any,
+    answer: dict[str, Any],
+    received: Received,
+    *,
+    is_new: bool,
+) -> ModelReply:
+    """Record what was received, and return the reply that is recorded: another attempt's when that one was first."""
+    facts = facts_of(request, answer["response"], answer["chunks"])
+    meta = _meta(begun, facts, begun.codec.decode(received.said))
+    before = journal.keep(begun, received.result, begun.codec.encode(meta))
+    if spool is not None:
+        spool.remove(begun.key.text)
+    if before is not None:
+        return _reply(before.result, before.meta, recorded=True)
+    return _reply(answer, meta, recorded=not is_new)
+
+
+def _meta(begun: Call, facts: Facts, said: dict[str, Any]) -> dict[str, Any]:
+    """Return what is known of a call; what the caller says stands over what the response does."""
     return {
         "model": facts.model,
-        "model_version": facts.model_version if options.model_version is None else options.model_version,
-        "prompt_version": options.prompt_version,
-        "tools": tool_versions(options.tools),
+        "model_version": said["model_version"] or facts.model_version,
+        "prompt_version": said["prompt_version"],
+        "tools": said["tools"],
         "temperature": facts.temperature,
         "seed": facts.seed,
         "tokens": facts.tokens._asdict(),
         "finish_reason": facts.finish_reason,
-        "seconds": round(heard.seconds, 6),
-        "first_chunk_seconds": None if heard.first_chunk_seconds is None else round(heard.first_chunk_seconds, 6),
+        "seconds": said["seconds"],
+        "first_chunk_seconds": said["first_chunk_seconds"],
         "request_digest": begun.digest.hex(),
     }
-
-
-def _kept(journal: Journal, spool: ResponseSpool | None, begun: Call, received: Received) -> Recorded | None:
-    """Record what was received; return what stands instead when another attempt was first."""
-    before = journal.keep(begun, received.result, received.meta)
-    if spool is not None:
-        spool.remove(begun.key.text)
-    return before
 
 
 def _reply(result: Any, meta: Any, *, recorded: bool) -> ModelReply:
@@ -216,7 +231,3 @@ def _reply(result: Any, meta: Any, *, recorded: bool) -> ModelReply:
         first_chunk_seconds=meta.get("first_chunk_seconds"),
         recorded=recorded,
     )
-
-
-def _listed(chunks: Iterable[Any] | None) -> list[Any] | None:
-    return None if chunks is None else list(chunks)

@@ -36,7 +36,8 @@ class Received(NamedTuple):
     arguments_digest: bytes
     """Of the request that it answers."""
     result: bytes
-    meta: bytes
+    said: bytes
+    """What only the one who received it knows: how long it took, what was said of the call besides its request."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -56,6 +57,7 @@ class ResponseSpool:
 
     def __init__(self, folder: Path, bounds: SpoolBounds) -> None:
         self.folder = folder
+        self._prefix = f"{folder}{os.sep}"
         self._bounds = bounds
         self._lock = threading.Lock()
         self._next_sweep = 0.0
@@ -67,12 +69,14 @@ class ResponseSpool:
             return
         content = msgspec.msgpack.encode(received)
         path = self._path(key)
-        part = path.with_suffix(f".{os.getpid()}-{threading.get_ident()}")
+        part = f"{path}.{os.getpid()}-{threading.get_ident()}"
         try:
             descriptor = os.open(part, os.O_CREAT | os.O_TRUNC | os.O_WRONLY | os.O_NOFOLLOW, 0o600)
-            with os.fdopen(descriptor, "wb", buffering=0) as file:
-                _write_all(file.fileno(), b"".join((_MARK, _digest(content), content)))
-            part.rename(path)
+            try:
+                _write_all(descriptor, b"".join((_MARK, _digest(content), content)))
+            finally:
+                os.close(descriptor)
+            os.rename(part, path)  # noqa: PTH104  this is on the way of every call, and a Path costs more than the rename
         except OSError as error:
             log.warning("response_not_spooled", folder=str(self.folder), reason=str(error))
             self._usable = None
@@ -103,7 +107,7 @@ class ResponseSpool:
         """Forget the response to a call: it is recorded."""
         if self._usable:
             with contextlib.suppress(OSError):
-                self._path(key).unlink()
+                os.unlink(self._path(key))  # noqa: PTH108  as above
 
     def sweep(self) -> int:
         """Remove what is older, more or larger than the bounds; return how many files."""
@@ -131,8 +135,8 @@ class ResponseSpool:
             self._next_sweep = now + _SWEEP_SECONDS
         self.sweep()
 
-    def _path(self, key: str) -> Path:
-        return self.folder / hashlib.blake2b(key.encode(), digest_size=20).hexdigest()
+    def _path(self, key: str) -> str:
+        return self._prefix + hashlib.blake2b(key.encode(), digest_size=20).hexdigest()
 
     def _is_usable(self) -> bool:
         if self._usable is None:

@@ -148,7 +148,7 @@ def test_a_stream_is_told_from_a_response():
 # --- the spool ---
 
 BOUNDS = SpoolBounds(seconds_max=100.0, count_max=10, bytes_max=10_000)
-RECEIVED = Received(b"digest", b"result", b"meta")
+RECEIVED = Received(b"digest", b"result", b"said")
 
 
 @pytest.fixture

@@ -14,8 +14,11 @@ from pydantic import BaseModel
 
 from keepstep import settings
 from keepstep.errors import InvalidSettings
+from keepstep.runtime.environment import Runtime
 from keepstep.runtime.modelfacts import Facts, Tokens, facts_of, is_whole, plain, text_of, tool_versions
 from keepstep.runtime.responsespool import Received, ResponseSpool, SpoolBounds, default_folder
+from keepstep.store.engine import Store
+from keepstep.store.leases import Owner
 
 CHAT = {
     "object": "chat.completion",
@@ -263,6 +266,18 @@ def test_a_spool_that_cannot_be_written_costs_nothing_but_itself(spool, folder):
 
 def test_each_user_has_a_folder_of_their_own():
     assert default_folder().name == f"keepstep-responses-{os.geteuid()}"
+
+
+def test_where_a_runtime_spools(tmp_path):
+    def spool(database, **chosen):
+        runtime = Runtime(Store.open(database), {}, settings.load(**chosen), Owner("w", 1), lambda _nudges: None)
+        return runtime.responses and runtime.responses.folder
+
+    on_disk = f"sqlite:///{tmp_path}/keepstep.db"
+    assert spool(on_disk) == default_folder()
+    assert spool(on_disk, response_spool=str(tmp_path / "here")) == tmp_path / "here"
+    assert spool(on_disk, response_spool="off") is None
+    assert spool("sqlite://") is None
 
 
 # --- settings ---

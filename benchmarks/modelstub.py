@@ -31,9 +31,9 @@ class Stub:
     """The server; `address` is its host and port."""
 
     def __init__(self, latency_seconds: float) -> None:
-        self._lock = threading.Lock()
+        self._lock = threading.Condition()
         self._calls: list[StubCall] = []
-        self._last: dict[str, int] = {}
+        self._last: dict[str, StubCall] = {}
         stub = self
 
         class Handler(http.server.BaseHTTPRequestHandler):
@@ -75,8 +75,16 @@ class Stub:
         """Remember a call."""
         with self._lock:
             self._calls.append(call)
-            self._last[call.thread] = call.caller
+            self._last[call.thread] = call
+            self._lock.notify_all()
         return call
+
+    def reached(self, thread: str, leg: int, seconds: float) -> None:
+        """Wait until a thread has come to a leg; raise `TimeoutError` when it does not."""
+        with self._lock:
+            if not self._lock.wait_for(lambda: thread in self._last and self._last[thread].leg >= leg, seconds):
+                message = f"{thread} did not come to leg {leg} in {seconds:.0f} s"
+                raise TimeoutError(message)
 
     def calls(self) -> list[StubCall]:
         """Return every call, in the order in which they arrived."""
@@ -86,7 +94,7 @@ class Stub:
     def last_caller(self, thread: str) -> int | None:
         """Return the pid of who called last for a thread."""
         with self._lock:
-            return self._last.get(thread)
+            return self._last[thread].caller if thread in self._last else None
 
     def has_paid(self, key: str) -> bool:
         """Tell whether a payment under a key has arrived."""

@@ -33,7 +33,7 @@ from tests.worker.deployment import Deployment, Worker, deployed
 
 _AGENTS = str(Path(__file__).with_name("journeys.py"))
 _WORKERS, _CONCURRENCY, _AT_ONCE = 2, 2, 4
-_RUN_SECONDS_MAX = 120.0
+_RUN_SECONDS_MAX, _SECONDS_MAX = 120.0, 900.0
 _POLL_SECONDS = 0.01
 _WORKER_SHARE = 0.1
 """Of the kills, those that hit a whole worker."""
@@ -53,7 +53,7 @@ class Plan:
 
 @dataclass(frozen=True)
 class Journey:
-    """One run: its length, and when it is hit, as parts of the time that it takes undisturbed."""
+    """One run: its length, and the moments at which it is hit: 3.4 is 0.4 of a leg's time after it came to leg 3."""
 
     thread: str
     legs: int
@@ -94,6 +94,11 @@ class Fleet:
         return self._deployment.launch(concurrency=_CONCURRENCY)
 
 
+def _drawn(thread: str, rng: random.Random) -> Journey:
+    legs = rng.randint(20, 30)
+    return Journey(thread, legs, tuple(sorted(rng.uniform(0, legs) for _ in range(rng.choice((1, 2))))))
+
+
 def _has_child(worker: Worker, pid: int) -> bool:
     if worker.process.poll() is not None:
         return False
@@ -112,13 +117,10 @@ class Measurement:
         rng = random.Random(plan.seed)  # noqa: S311  seeded on purpose
         self._fleet = Fleet(deployment, rng)
         self._client = threading.Lock()
-        self._journeys = [
-            Journey(
-                f"run-{number}", rng.randint(20, 30), tuple(sorted(rng.random() for _ in range(rng.choice((1, 2)))))
-            )
-            for number in range(1, plan.runs + 1)
-        ]
+        self._journeys = [_drawn(f"run-{number}", rng) for number in range(1, plan.runs + 1)]
         self._leg_seconds = 0.0
+        self._ends_at = time.monotonic() + _SECONDS_MAX
+        self._ended = 0
         self._lock = threading.Lock()
         self.kills = 0
         self.unknown = 0
@@ -128,7 +130,9 @@ class Measurement:
         quiet = [Journey(f"quiet-{number}", 25, ()) for number in range(_AT_ONCE)]
         seconds = self._together(quiet)
         self._leg_seconds = sum(seconds) / sum(journey.legs for journey in quiet)
+        print(f"a node takes {1000 * self._leg_seconds:.0f} ms undisturbed", file=sys.stderr)
         began = time.monotonic()
+        self._ends_at = began + _SECONDS_MAX
         self._together(self._journeys)
         return {**self._figures(), "seconds": round(time.monotonic() - began, 1)}
 
@@ -141,22 +145,33 @@ class Measurement:
         began = time.monotonic()
         with self._client:
             self._deployment.client.start("journey", journey.thread, {"leg": 0, "legs": journey.legs})
-        hits = [began + part * journey.legs * self._leg_seconds for part in journey.hits]
+        hitting = threading.Thread(target=self._hit, args=(journey,))
+        hitting.start()
         while (status := self._status(journey.thread)) != "done":
             now = time.monotonic()
-            if now - began > _RUN_SECONDS_MAX:
-                message = f"{journey.thread} is {status} after {_RUN_SECONDS_MAX:.0f} s; see {self._deployment.folder}"
+            if now > min(began + _RUN_SECONDS_MAX, self._ends_at):
+                message = f"{journey.thread} is {status} after {now - began:.0f} s; see {self._deployment.folder}"
                 raise TimeoutError(message)
             if status == "blocked":
                 self._resolve(journey.thread)
-            if hits and now >= hits[0]:
-                pid = self._stub.last_caller(journey.thread)
-                if pid is not None and self._fleet.kill(pid):
-                    del hits[0]
-                    with self._lock:
-                        self.kills += 1
             time.sleep(_POLL_SECONDS)
+        hitting.join()
+        with self._lock:
+            self._ended += 1
+            if self._ended % 20 == 0:
+                print(f"{self._ended} runs ended, {self.kills} kills", file=sys.stderr)
         return time.monotonic() - began
+
+    def _hit(self, journey: Journey) -> None:
+        """Kill who works for a run at its moments, or who worked for it last."""
+        for moment in journey.hits:
+            leg, part = int(moment), moment % 1.0
+            self._stub.reached(journey.thread, leg, _RUN_SECONDS_MAX)
+            time.sleep(part * self._leg_seconds)
+            pid = self._stub.last_caller(journey.thread)
+            if pid is not None and self._fleet.kill(pid):
+                with self._lock:
+                    self.kills += 1
 
     def _status(self, thread: str) -> str:
         rows = self._deployment.query("SELECT status FROM keepstep_thread WHERE name = :name", name=thread)

@@ -7,6 +7,7 @@ whole until it is recorded it lies in the response spool, where the next attempt
 
 from __future__ import annotations
 
+import contextlib
 import inspect
 import time
 from collections.abc import AsyncIterable, Callable, Iterator, Sequence
@@ -86,13 +87,13 @@ def model(
     journal.check_lease(begun)
     try:
         heard = yield from _heard(call, request, begun, options.on_chunk)
+        reach("after_response", begun.key.call)
+        # Nothing before the spool that can wait until after it: what dies meanwhile was paid for in vain.
+        answer, received = _received(begun, heard, options)
     except Exception as error:
         journal.raised(begun, error)
         raise
-    reach("after_response", begun.key.call)
     with undisturbed():
-        # Nothing before the spool that can wait until after it: what dies meanwhile was paid for in vain.
-        answer, received = _received(begun, heard, options)
         if spool is not None:
             spool.put(begun.key.text, received)
         reach("after_call", begun.key.call)
@@ -135,22 +136,38 @@ class _Stream:
         self.first_chunk_seconds: float | None = None
 
     def drain(self, response: Iterator[Any]) -> None:
-        for chunk in response:
-            if inspect.isawaitable(self._take(chunk)):
-                message = "ctx.model: on_chunk is async: use it with an async stream, or give a plain function"
-                raise InvalidInput(message)
+        try:
+            for chunk in response:
+                if inspect.isawaitable(self._take(chunk)):
+                    message = "ctx.model: on_chunk is async: use it with an async stream, or give a plain function"
+                    raise InvalidInput(message)
+        finally:
+            # One that was left in the middle goes on being paid for until it is closed.
+            with contextlib.suppress(Exception):
+                _closing(response)
 
     async def drain_async(self, response: AsyncIterable[Any]) -> None:
-        async for chunk in response:
-            taken = self._take(chunk)
-            if inspect.isawaitable(taken):
-                await taken
+        try:
+            async for chunk in response:
+                taken = self._take(chunk)
+                if inspect.isawaitable(taken):
+                    await taken
+        finally:
+            with contextlib.suppress(Exception):
+                closing = _closing(response)
+                if inspect.isawaitable(closing):
+                    await closing
 
     def _take(self, chunk: Any) -> Any:
         if self.first_chunk_seconds is None:
             self.first_chunk_seconds = time.monotonic() - self._began
         self.chunks.append(chunk)
         return None if self._on_chunk is None else self._on_chunk(chunk)
+
+
+def _closing(response: Any) -> Any:
+    close = getattr(response, "aclose", None) or getattr(response, "close", None)
+    return None if close is None else close()
 
 
 # --- recording ---

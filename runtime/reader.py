@@ -145,6 +145,10 @@ def _time(value: float | None) -> datetime | None:
     return None if value is None else datetime.fromtimestamp(min(value, _TIME_MAX), UTC)
 
 
+def _readable(effect: EffectView) -> EffectView:
+    return effect if effect.meta is None else effect._replace(meta=view(effect.meta))
+
+
 class UnknownEffect(NamedTuple):
     """An effect whose outcome nobody knows, and whose thread's it is."""
 
@@ -211,7 +215,7 @@ class Reader:
     def effects(self, thread: str, *, graph: str | None = None) -> list[EffectView]:
         """Return a thread's effects in order; `meta` of a model call is what is known of it."""
         found = views.effects(self._store, self._one(thread, graph).id)
-        return [each if each.meta is None else each._replace(meta=view(each.meta)) for each in found]
+        return [_readable(each) for each in found]
 
     def result(self, thread: str, key: str, *, graph: str | None = None) -> Any:
         """Return the recorded result of an effect by its key; None when it has none.
@@ -228,6 +232,7 @@ class Reader:
 
     def _whole(self, effect: EffectView) -> EffectView:
         """Return an effect with its arguments, wherever they are kept."""
+        effect = _readable(effect)
         if effect.arguments_artifact is None:
             return effect
         return effect._replace(arguments=Artifacts(self._store).get(effect.tenant, effect.arguments_artifact))

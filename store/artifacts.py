@@ -13,6 +13,7 @@ import importlib.util
 from datetime import timedelta
 from typing import TYPE_CHECKING, Any, Final
 
+import structlog
 from sqlalchemy import select
 from sqlalchemy.dialects.postgresql import insert as postgresql_insert
 from sqlalchemy.dialects.sqlite import insert as sqlite_insert
@@ -25,9 +26,12 @@ from keepstep.store.statements import Statement, db_now, param
 if TYPE_CHECKING:
     from keepstep.store.engine import Store
 
-_REQUEST_SECONDS: Final = 30
-_RETRIES_MAX: Final = 3
-_RETRY_SECONDS_MAX: Final = 20
+log = structlog.get_logger("keepstep.artifacts")
+
+# A value that cannot be put there is kept in the database: nobody waits long. A single request may take the 30 seconds
+# that are the library's default; giving it another would shut out what the environment says of the connection.
+_RETRIES_MAX: Final = 2
+_RETRY_SECONDS_MAX: Final = 5
 
 
 def _put(dialect: str) -> Executable:
@@ -68,15 +72,26 @@ class Artifacts:
     def put(self, tenant: str, data: bytes) -> str:
         """Keep `data` and return its digest, 64 hexadecimal digits; putting the same again is harmless.
 
-        Raises `ArtifactsUnavailable` or `DatabaseUnavailable`, `InvalidSettings` for a location that cannot be used.
+        While the object store cannot be reached it is kept in the database: of an effect at risk whose result is not
+        stored nobody would know whether it happened. Raises `DatabaseUnavailable`, `InvalidSettings` for a location
+        that cannot be used.
         """
         digest = digest_of(data)
-        if self._location:
-            _object_store(self._location).put(_path(tenant, digest), data)
+        is_outside = self._put_outside(tenant, digest, data)
         values = {"tenant": tenant, "digest": digest, "bytes_count": len(data)}
-        where = {"data": None, "location": self._location} if self._location else {"data": data, "location": None}
+        where = {"data": None, "location": self._location} if is_outside else {"data": data, "location": None}
         self._store.rows(_PUT, {**values, **where})
         return digest
+
+    def _put_outside(self, tenant: str, digest: str, data: bytes) -> bool:
+        if not self._location:
+            return False
+        try:
+            _object_store(self._location).put(_path(tenant, digest), data)
+        except ArtifactsUnavailable as error:
+            log.warning("artifact_kept_in_database", reason=error.message, digest=digest, bytes=len(data))
+            return False
+        return True
 
     def get(self, tenant: str, digest: str) -> bytes:
         """Return the value of a digest.
@@ -144,17 +159,14 @@ class _ObjectStore:
             raise InvalidSettings(_missing(location)) from error
         self._obstore, self._location = obstore, location
         self._gone, self._failed = (NotFoundError, FileNotFoundError), (BaseError, OSError)
-        bounds: dict[str, Any] = {
-            "client_options": {"timeout": f"{_REQUEST_SECONDS}s"},
-            "retry_config": {"max_retries": _RETRIES_MAX, "retry_timeout": timedelta(seconds=_RETRY_SECONDS_MAX)},
-        }
+        retries: Any = {"max_retries": _RETRIES_MAX, "retry_timeout": timedelta(seconds=_RETRY_SECONDS_MAX)}
         try:
             if location.startswith("file://"):
                 self._store: Any = LocalStore(location.removeprefix("file://"), mkdir=True)
             elif location.startswith("memory://"):
                 self._store = MemoryStore()
             else:
-                self._store = from_url(location, **bounds)
+                self._store = from_url(location, retry_config=retries)
         except (BaseError, OSError, ValueError) as error:
             message = f"artifacts: {location!r} cannot be used: {_first_line(error)}"
             raise InvalidSettings(message) from error

@@ -11,6 +11,7 @@ from keepstep import NOT_DONE, effect, settings
 from keepstep.cli.program import run
 from keepstep.errors import ArtifactCorrupt, ArtifactsUnavailable, DatabaseUnavailable, InvalidSettings
 from keepstep.runtime.environment import Runtime
+from keepstep.store import artifacts
 from keepstep.store.artifacts import Artifacts, digest_of
 from keepstep.store.leases import Owner
 from tests.steps.test_effects import AGAIN, Crash, Outside, acts
@@ -245,15 +246,37 @@ def test_what_was_put_elsewhere_before_is_found_there(store, tmp_path):
     assert len([path for path in (tmp_path / "artifacts").rglob("*") if path.is_file()]) == 2
 
 
-def test_a_place_that_cannot_be_reached_is_the_stores_failure_not_the_nodes(store, tmp_path):
-    kept = Artifacts(store, location=f"file://{tmp_path}/artifacts")
-    kept.put("a", b"value")
-    [folder] = (tmp_path / "artifacts").iterdir()
-    folder.rename(tmp_path / "aside")
-    folder.touch()
-    with pytest.raises(ArtifactsUnavailable, match=f"artifacts in file://{tmp_path}/artifacts: "):
-        kept.put("a", b"another")
-    assert issubclass(ArtifactsUnavailable, DatabaseUnavailable)
+@pytest.fixture
+def nowhere(monkeypatch):
+    """An object store that nobody listens for."""
+    environment = {"ENDPOINT_URL": "http://127.0.0.1:9", "ALLOW_HTTP": "true", "REGION": "x"}
+    for name, value in {**environment, "ACCESS_KEY_ID": "key", "SECRET_ACCESS_KEY": "hidden"}.items():
+        monkeypatch.setenv(f"AWS_{name}", value)
+    artifacts._object_store.cache_clear()
+    yield "s3://bucket/folder"
+    artifacts._object_store.cache_clear()
+
+
+def test_what_cannot_be_put_outside_is_kept_in_the_database(large, nowhere):
+    def pay(amount):
+        return LARGE
+
+    d = large(acts(lambda ctx: len(ctx.effect(pay, 1))), artifacts=nowhere)
+    d.start()
+    assert d.drain() == "done"
+    [(_, digest, _, data, location)] = rows(d)
+    assert (digest_of(data), location) == (digest, None)
+    assert d.reader.result("t", d.reader.effects("t")[0].key) == LARGE
+
+
+def test_a_place_that_cannot_be_read_is_the_stores_failure_not_the_nodes(store, nowhere, tmp_path):
+    digest = Artifacts(store, location=f"file://{tmp_path}/artifacts").put("a", b"value")
+    with store.engine.begin() as connection:
+        connection.exec_driver_sql(f"UPDATE keepstep_artifact SET location = '{nowhere}'")
+    with pytest.raises(ArtifactsUnavailable, match=f"artifacts in {nowhere}: ") as failed:
+        Artifacts(store).get("a", digest)
+    assert "hidden" not in str(failed.value)
+    assert isinstance(failed.value, DatabaseUnavailable)
 
 
 def test_a_place_whose_library_is_missing_is_refused_at_the_start(store, monkeypatch):

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import contextlib
 import functools
 import hashlib
 import threading
@@ -201,16 +202,46 @@ def test_a_stream_that_breaks_off_is_a_failure_of_which_nothing_is_recorded(spoo
     assert files(tmp_path) == []
 
 
-def test_what_on_chunk_raises_breaks_the_stream_off(spooled):
+@pytest.mark.parametrize("asynchronous", [False, True])
+def test_what_on_chunk_raises_breaks_the_stream_off(spooled, asynchronous):
+    closed, kept = [], []
+
     def chunks(request):
-        yield "a"
+        try:
+            yield "a"
+            yield "b"
+        finally:
+            closed.append(request)
+
+    async def chunks_async(request):
+        try:
+            yield "a"
+            yield "b"
+        finally:
+            closed.append(request)
 
     def enough(chunk):
         raise Crash
 
-    d = spooled(acts(lambda ctx: ctx.model(chunks, "go", on_chunk=enough).text))
+    def ask(request):
+        # Held, so that it is closed by whoever takes the chunks, or not at all.
+        kept.append(chunks_async(request) if asynchronous else chunks(request))
+        return kept[0]
+
+    async def body_async(ctx):
+        with contextlib.suppress(Crash):
+            await ctx.model(ask, "go", on_chunk=enough)
+        return [*closed]
+
+    def body(ctx):
+        with contextlib.suppress(Crash):
+            ctx.model(ask, "go", on_chunk=enough)
+        return [*closed]
+
+    d = spooled(acts(body_async if asynchronous else body, asynchronous=asynchronous))
     d.start()
-    assert d.drain() == "failed"
+    assert d.drain() == "done"
+    assert d.values()["log"] == [["go"]]
     assert d.effects() == []
 
 

@@ -152,6 +152,9 @@ class Measurement:
             if now > min(began + _RUN_SECONDS_MAX, self._ends_at):
                 message = f"{journey.thread} is {status} after {now - began:.0f} s; see {self._deployment.folder}"
                 raise TimeoutError(message)
+            if status in {"failed", "cancelled"}:
+                message = f"{journey.thread} is {status}; see {self._deployment.folder}"
+                raise RuntimeError(message)
             if status == "blocked":
                 self._resolve(journey.thread)
             time.sleep(_POLL_SECONDS)

@@ -75,6 +75,7 @@ def model(
     journal: Journal, spool: ResponseSpool | None, call: Callable[..., Any], request: Any, options: ModelOptions
 ) -> Procedure[ModelReply]:
     """Ask a model, once, or return its recorded response."""
+    said = _said(options)
     begun = journal.begin(call, (request,), {}, options.key, _declaration(call, options.name))
     if isinstance(begun, Recorded):
         return _reply(begun.result, begun.meta, recorded=True)
@@ -87,13 +88,13 @@ def model(
     journal.check_lease(begun)
     try:
         heard = yield from _heard(call, request, begun, options.on_chunk)
-        reach("after_response", begun.key.call)
-        # Nothing before the spool that can wait until after it: what dies meanwhile was paid for in vain.
-        answer, received = _received(begun, heard, options)
     except Exception as error:
         journal.raised(begun, error)
         raise
+    reach("after_response", begun.key.call)
     with undisturbed():
+        # Nothing before the spool that can wait until after it: what dies meanwhile was paid for in vain.
+        answer, received = _received(journal, begun, heard, said)
         if spool is not None:
             spool.put(begun.key.text, received)
         reach("after_call", begun.key.call)
@@ -111,6 +112,19 @@ def _declaration(call: Callable[..., Any], name: str | None) -> EffectDeclaratio
         message = "ctx.model needs a named function: its name is part of the call's key; use def, or give name=…"
         raise InvalidInput(message) from None
     return EffectDeclaration(declared.name, idempotent=True)
+
+
+def _said(options: ModelOptions) -> dict[str, Any]:
+    """Return what the caller says of a call, checked before it is paid for."""
+    for name in ("prompt_version", "model_version"):
+        if not isinstance(getattr(options, name), str | None):
+            message = f"ctx.model: {name} must be text, not a {type(getattr(options, name)).__name__}"
+            raise InvalidInput(message)
+    return {
+        "prompt_version": options.prompt_version,
+        "model_version": options.model_version,
+        "tools": tool_versions(options.tools),
+    }
 
 
 # --- receiving ---
@@ -173,25 +187,28 @@ def _closing(response: Any) -> Any:
 # --- recording ---
 
 
-def _received(begun: Call, heard: _Heard, options: ModelOptions) -> tuple[dict[str, Any], Received]:
+def _received(journal: Journal, begun: Call, heard: _Heard, said: dict[str, Any]) -> tuple[dict[str, Any], Received]:
     """Return a response as the node will see it, now and on every retry, and as it is stored."""
     path = f"${begun.declared.name}"
+    try:
+        answer, result = _stored(begun, heard, path)
+    except InvalidInput as error:  # it cannot be stored, or is too large: the call is over all the same
+        journal.raised(begun, error)
+        raise
+    times = {"seconds": heard.seconds, "first_chunk_seconds": heard.first_chunk_seconds}
+    said |= {name: None if value is None else round(value, 6) for name, value in times.items()}
+    return answer, Received(begun.digest, result, begun.codec.encode(said, path=f"{path}.said"))
+
+
+def _stored(begun: Call, heard: _Heard, path: str) -> tuple[dict[str, Any], bytes]:
     answer = {"response": heard.response, "chunks": heard.chunks}
     try:
-        result = begun.codec.encode(answer, path=path)
+        return answer, begun.codec.encode(answer, path=path)
     except NotStorable:
         # A client's own classes, which the graph does not declare: what they hold is kept, and they are not.
         chunks = None if heard.chunks is None else [plain(chunk) for chunk in heard.chunks]
         answer = {"response": plain(heard.response), "chunks": chunks}
-        result = begun.codec.encode(answer, path=path)
-    said = {
-        "prompt_version": options.prompt_version,
-        "model_version": options.model_version,
-        "tools": tool_versions(options.tools),
-        "seconds": round(heard.seconds, 6),
-        "first_chunk_seconds": None if heard.first_chunk_seconds is None else round(heard.first_chunk_seconds, 6),
-    }
-    return answer, Received(begun.digest, result, begun.codec.encode(said, path=f"{path}.said"))
+        return answer, begun.codec.encode(answer, path=path)
 
 
 def _recorded(

@@ -319,6 +319,14 @@ def test_a_request_that_cannot_be_stored_is_refused_before_the_call(spooled, pro
     assert (provider.asked, d.effects()) == ([], [])
 
 
+def test_a_version_that_is_no_text_is_refused_before_the_call(spooled, provider):
+    d = spooled(acts(lambda ctx: ctx.model(provider.answer, REQUEST, prompt_version=object())))
+    d.start()
+    assert d.drain() == "failed"
+    assert "prompt_version must be text, not a object" in d.error[1]
+    assert (provider.asked, d.effects()) == ([], [])
+
+
 def test_one_key_for_two_requests_is_refused(spooled, provider):
     def body(ctx):
         ctx.model(provider.answer, REQUEST, key="k")

@@ -38,7 +38,7 @@ _POLL_SECONDS = 0.01
 _WORKER_SHARE = 0.1
 """Of the kills, those that hit a whole worker."""
 ON_ITS_WAY_SECONDS = 0.01
-"""An answer sent less than this before its caller's death had not arrived, or had arrived that very moment."""
+"""An answer that returned to its caller less than this before the caller's death had come that very moment."""
 
 
 @dataclass(frozen=True)
@@ -202,7 +202,13 @@ class Measurement:
             "WHERE e.name = 'ask' AND e.state = 'done' AND t.name LIKE 'run-%'"
         )
         wasted = [call for each in asked.values() for call in each[:-1]]
-        fates = [self._fate(call) for call in wasted]
+        returned = self._returned()
+        fates = [self._fate(call, returned.get((call.thread, call.leg, call.caller))) for call in wasted]
+        for call, fate in zip(wasted, fates, strict=True):
+            if fate == "answered":
+                print(
+                    f"answered, and paid for again: {call}; {self._fleet.killed_at.get(call.caller)}", file=sys.stderr
+                )
         due = {(thread, leg) for thread, legs in ours.items() for leg in range(2, legs, 3)}
         model_calls = sum(map(len, asked.values()))
         return {
@@ -226,14 +232,20 @@ class Measurement:
             "seed": self._plan.seed,
         }
 
-    def _fate(self, call: StubCall) -> str:
+    def _returned(self) -> dict[tuple[str, int, int], float]:
+        """Return when each call returned to who made it, by thread, leg and pid."""
+        words = map(str.split, (self._deployment.folder / "returned").read_text(encoding="utf-8").splitlines())
+        return {(thread, int(leg), int(pid)): float(at) for thread, leg, pid, at in words}
+
+    def _fate(self, call: StubCall, returned_at: float | None) -> str:
         """Return how far a call had come when its caller was killed."""
         killed_at = self._fleet.killed_at.get(call.caller)
         if killed_at is None:
             return "answered"  # its caller lived, and asked again all the same
         if call.answered_at is None or call.answered_at >= killed_at:
             return "in flight"
-        return "on its way" if killed_at - call.answered_at < ON_ITS_WAY_SECONDS else "answered"
+        has_come = returned_at is not None and killed_at - returned_at >= ON_ITS_WAY_SECONDS
+        return "answered" if has_come else "on its way"
 
 
 def _by_leg(calls: Sequence[StubCall], kind: str) -> dict[tuple[str, int], list[StubCall]]:
@@ -263,6 +275,7 @@ def measured(plan: Plan, folder: Path) -> dict[str, object]:
             deployed(folder, database, servers.redis.url, **settings) as deployment,
         ):
             deployment.environment["KEEPSTEP_BENCH_STUB"] = stub.address
+            deployment.environment["KEEPSTEP_BENCH_RETURNED"] = str(folder / "returned")
             return Measurement(plan, deployment, stub).run()
     finally:
         servers.stop()

@@ -41,16 +41,18 @@ def test_a_short_measurement_counts_what_it_did():
 
 
 @pytest.mark.parametrize(
-    ("answered_at", "killed_at", "fate"),
+    ("answered_at", "killed_at", "returned_at", "fate"),
     [
-        (None, 5.0, "in flight"),
-        (5.5, 5.0, "in flight"),
-        (5.0 - ON_ITS_WAY_SECONDS / 2, 5.0, "on its way"),
-        (5.0 - ON_ITS_WAY_SECONDS * 2, 5.0, "answered"),
-        (5.0, None, "answered"),
+        (None, 5.0, None, "in flight"),
+        (5.5, 5.0, None, "in flight"),
+        (4.5, 5.0, None, "on its way"),
+        (4.5, 5.0, 5.0 - ON_ITS_WAY_SECONDS / 2, "on its way"),
+        (4.5, 5.0, 5.0 - ON_ITS_WAY_SECONDS * 2, "answered"),
+        (5.0, None, 5.0, "answered"),
     ],
 )
-def test_a_wasted_call_is_judged_by_its_callers_death(answered_at, killed_at, fate):
+def test_a_wasted_call_is_judged_by_its_callers_death(answered_at, killed_at, returned_at, fate):
     measurement = object.__new__(Measurement)
     measurement._fleet = SimpleNamespace(killed_at={} if killed_at is None else {7: killed_at})
-    assert measurement._fate(StubCall("model", "t", 1, "k", 7, 4.0, answered_at)) == fate
+    call = StubCall("model", "t", 1, "k", 7, 4.0, answered_at)
+    assert measurement._fate(call, returned_at) == fate

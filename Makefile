@@ -21,12 +21,13 @@ PYTEST_ARGS ?=
 SPREAD := --numprocesses auto --maxprocesses 4 --dist loadfile
 BENCH_ARGS ?=
 CHAOS_ARGS ?=
+WASTED_ARGS ?=
 SEEDS ?= 2000
 SEED ?=
 
 say = printf '%-9s%s\n' "$(1)" "$(2)"
 
-.PHONY: help run demo-payments dev test bench simulate chaos mutants lint lint-ruff lint-types lint-imports lint-files lock clean
+.PHONY: help run demo-payments dev test bench wasted simulate chaos mutants lint lint-ruff lint-types lint-imports lint-files lock clean
 
 help: ## this list
 	@printf 'Targets:\n'
@@ -48,6 +49,10 @@ test: dev ## all tests, with PostgreSQL, Redis and RabbitMQ servers of their own
 
 bench: dev ## the speed of steps against Celery's, as ratios of one run; BENCH_ARGS="--check --quick"; last line JSON
 	@$(BIN)/python -m benchmarks $(BENCH_ARGS)
+
+wasted: dev ## model calls paid for in vain, and effects doubled, in 100 runs hit by SIGKILLs; last line JSON
+	@$(call say,wasted,$(WASTED_ARGS))
+	@$(BIN)/python -m benchmarks.wasted $(WASTED_ARGS)
 
 simulate: dev ## seeded faults on the real runtime: SEEDS=2000 of them, or SEED=1234 with its schedule; last line JSON
 	@$(call say,simulate,$(if $(SEED),seed $(SEED),$(SEEDS) seeds))

@@ -16,6 +16,7 @@ if TYPE_CHECKING:
     from keepstep.runtime.context import AsyncContext, Context
     from keepstep.runtime.effects import NOT_DONE, effect
     from keepstep.runtime.graph import END, START, Goto, Graph, Send
+    from keepstep.runtime.models import ModelReply
     from keepstep.runtime.policy import Retry
     from keepstep.runtime.reader import Reader
     from keepstep.runtime.state import add, append
@@ -39,6 +40,7 @@ _HOMES = {
     "Goto": "keepstep.runtime.graph",
     "Graph": "keepstep.runtime.graph",
     "Send": "keepstep.runtime.graph",
+    "ModelReply": "keepstep.runtime.models",
     "Retry": "keepstep.runtime.policy",
     "Reader": "keepstep.runtime.reader",
     "add": "keepstep.runtime.state",
@@ -61,6 +63,7 @@ __all__ = [
     "Decision",
     "Goto",
     "Graph",
+    "ModelReply",
     "Reader",
     "Receipt",
     "Retry",

@@ -26,6 +26,7 @@ POINTS: Final = {
     "after_fan_out": "every node run has a row, no nudge is published",
     "before_intent": "an effect is about to be begun, its intent is not recorded",
     "after_intent": "the intent is committed, nothing was called",
+    "after_response": "a model has answered, its response is not spooled",
     "after_call": "the effect happened, its result is not recorded",
     "after_result": "the effect's result is committed",
     "before_undo": "a run has failed, an effect of it is about to be undone, nothing of that is recorded",

@@ -316,6 +316,12 @@ class HistoryCorrupt(ThreadBlocked):
     code = "history_corrupt"
 
 
+class ArtifactCorrupt(ThreadBlocked):
+    """A large value is not where it was put, or is not what was put there."""
+
+    code = "artifact_corrupt"
+
+
 class UnknownType(ThreadBlocked):
     """Stored data names a type that the graph's schema does not declare."""
 
@@ -354,6 +360,12 @@ class DatabaseUnavailable(Unavailable):
     """The database cannot be reached."""
 
     code = "database_unavailable"
+
+
+class ArtifactsUnavailable(DatabaseUnavailable):
+    """The storage of large values, a part of the database kept elsewhere, cannot be reached."""
+
+    code = "artifacts_unavailable"
 
 
 class NotConfirmed(Unavailable):

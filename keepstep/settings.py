@@ -6,7 +6,8 @@ working folder, else its default. The defaults run on a laptop with no server: S
 
 from __future__ import annotations
 
-from typing import Annotated
+from typing import Annotated, Final
+from urllib.parse import urlsplit
 
 from pydantic import Field, ValidationError, field_validator
 from pydantic_settings import (
@@ -21,6 +22,7 @@ from keepstep.errors import InvalidSettings
 
 Seconds = Annotated[float, Field(gt=0)]
 Count = Annotated[int, Field(ge=1)]
+_ARTIFACT_SCHEMES: Final = ("s3", "gs", "az", "file", "memory")
 
 
 class Settings(BaseSettings):
@@ -79,6 +81,18 @@ class Settings(BaseSettings):
 
     value_bytes_max: Count = 16 * 1024 * 1024
     """Largest single value of a state, an effect's arguments or its result, encoded."""
+    artifact_bytes_min: Count = 256 * 1024
+    """Results and arguments of effects from this size on, encoded, are kept apart from their rows, as artifacts."""
+    artifacts: str = ""
+    """Where artifacts are kept; empty: in the database; else `s3://`, `gs://`, `az://`, `file:///` (an extra)."""
+    response_spool: str = "auto"
+    """Folder of model responses the database does not have yet; `auto`: the user's own in the temporary one; `off`."""
+    response_spool_seconds_max: Seconds = 2 * 86400.0
+    """Spooled responses older than this are removed."""
+    response_spool_count_max: Count = 10_000
+    """Beyond this many spooled responses the oldest are removed."""
+    response_spool_bytes_max: Count = 256 * 1024 * 1024
+    """Beyond this many bytes of spooled responses the oldest are removed."""
     message_bytes_max: Count = 1024 * 1024
     """Largest command message."""
     snapshot_steps_max: Count = 100
@@ -94,6 +108,19 @@ class Settings(BaseSettings):
     @classmethod
     def _split(cls, value: object) -> object:
         return tuple(part.strip() for part in value.split(",") if part.strip()) if isinstance(value, str) else value
+
+    @field_validator("artifacts")
+    @classmethod
+    def _check_artifacts(cls, value: str) -> str:
+        parts = urlsplit(value)
+        if value and parts.scheme not in _ARTIFACT_SCHEMES:
+            message = f"must be empty or a URL of {', '.join(_ARTIFACT_SCHEMES)}"
+            raise ValueError(message)
+        if "@" in parts.netloc or parts.query or parts.fragment:
+            # It is stored with each artifact and shown in errors.
+            message = "credentials do not belong into the URL: object stores take them from the environment"
+            raise ValueError(message)
+        return value.rstrip("/") if parts.path.strip("/") else value
 
     @classmethod
     def settings_customise_sources(  # the order of the sources is the order of precedence

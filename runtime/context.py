@@ -22,15 +22,17 @@ from typing import TYPE_CHECKING, Any, TypeVar
 import structlog
 
 from keepstep.errors import InvalidInput
-from keepstep.runtime import performing
+from keepstep.runtime import models, performing
 from keepstep.runtime.blocks import refuse_inside
 from keepstep.runtime.children import Child, ChildBook
 from keepstep.runtime.codec import Codec
 from keepstep.runtime.effects import effect
 from keepstep.runtime.graph import Graph
 from keepstep.runtime.journal import Journal
+from keepstep.runtime.models import ModelOptions, ModelReply
 from keepstep.runtime.outcome import Parked
 from keepstep.runtime.place import Place
+from keepstep.runtime.responsespool import ResponseSpool
 from keepstep.runtime.transactions import TransactionBook, held
 from keepstep.runtime.waits import Decision, Question, Signal, WaitBook, gathered
 from keepstep.store.checkpoints import NewEvent
@@ -53,6 +55,8 @@ class Attempt:
     codec: Codec
     failures: Callable[[], Sequence[Mapping[str, Any]]]
     """What failed, and was to be continued after, in the super-step before."""
+    responses: ResponseSpool | None = None
+    """Responses of models that are not recorded yet."""
     events: list[NewEvent] = field(default_factory=list)
     emitted: int = 0
     published: Callable[[], int] = lambda: 0
@@ -202,6 +206,35 @@ class Context(_Facts):
         """
         return held(self._attempt.transactions.block(database, key))
 
+    def model(
+        self,
+        call: Callable[..., Any],
+        request: Any,
+        /,
+        *,
+        key: str | None = None,
+        name: str | None = None,
+        prompt_version: str | None = None,
+        model_version: str | None = None,
+        tools: Sequence[Any] = (),
+        on_chunk: Callable[[Any], Any] | None = None,
+    ) -> ModelReply:
+        """Ask a model once: `call(request)` asks it with any client; on a retry its recorded response is returned.
+
+        `call` returns the response, or an iterator of its chunks: these are taken to the end and recorded together, and
+        `on_chunk` is given each as it comes, never on a retry. What it raises breaks the stream off, and a stream that
+        breaks off is a failure of which nothing is recorded. A `call` with a parameter `idempotency_key` is given the
+        call's key. `key` and `name` (default: the function's) identify the call as in `Context.effect`. Recorded beside
+        the response: model, its version, temperature, seed and tokens, from request and response as far as they say it;
+        `prompt_version`, `model_version`, and names and versions of `tools` (things or mappings with both), as given.
+        Raises `NotStorable` naming the path, `TooLarge`, `EffectConflict` for one key with another request.
+        """
+        if inspect.iscoroutinefunction(call):
+            message = f"ctx.model: {call.__name__!r} is async: use it in an async node, or give a plain function"
+            raise InvalidInput(message)
+        options = ModelOptions(key, name, prompt_version, model_version, tools, on_chunk)
+        return performing.perform(models.model(self._attempt.journal, self._attempt.responses, call, request, options))
+
     def approve(
         self,
         question: str,
@@ -317,6 +350,24 @@ class AsyncContext(_Facts):
     ) -> R:
         """Call a function or coroutine function that reaches outside, once; see `Context.effect`."""
         procedure = performing.effect(self._attempt.journal, fn, args, kwargs, key)
+        return await self._acting(performing.perform_async(procedure))
+
+    async def model(
+        self,
+        call: Callable[..., Any],
+        request: Any,
+        /,
+        *,
+        key: str | None = None,
+        name: str | None = None,
+        prompt_version: str | None = None,
+        model_version: str | None = None,
+        tools: Sequence[Any] = (),
+        on_chunk: Callable[[Any], Any] | None = None,
+    ) -> ModelReply:
+        """Ask a model once; see `Context.model`. `call` may be a coroutine function, its response an async iterator."""
+        options = ModelOptions(key, name, prompt_version, model_version, tools, on_chunk)
+        procedure = models.model(self._attempt.journal, self._attempt.responses, call, request, options)
         return await self._acting(performing.perform_async(procedure))
 
     async def _acting(self, act: Coroutine[Any, Any, R]) -> R:

@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 from functools import cached_property
+from pathlib import Path
 
 import structlog
 
@@ -12,10 +13,12 @@ from keepstep.errors import DatabaseUnavailable
 from keepstep.runtime.codec import Codec
 from keepstep.runtime.compiled import CompiledGraph, Node
 from keepstep.runtime.limits import RunningMax
+from keepstep.runtime.responsespool import ResponseSpool, SpoolBounds, default_folder
 from keepstep.runtime.types import TypeRegistry
 from keepstep.runtime.watchdog import Watchdog
 from keepstep.settings import Settings
 from keepstep.store.admission import Admission, withhold
+from keepstep.store.artifacts import Artifacts, LargeValues
 from keepstep.store.engine import Store
 from keepstep.store.leases import Nudge, Owner
 from keepstep.store.workers import carried_text
@@ -50,9 +53,24 @@ class Runtime:
     _codecs: dict[tuple[str, str], Codec] = field(default_factory=dict)
 
     def __post_init__(self) -> None:
-        """Read the limits from the store, unless somebody else says them."""
+        """Read the limits from the store, unless somebody else says them; see that large values can be kept."""
         if self.running_max is _read_from_store:
             self.running_max = RunningMax(self.store, self.graphs.values())
+        # Now: a deployment without its library must not find out when it has something to store.
+        artifacts = Artifacts(self.store, location=self.settings.artifacts)
+        self.large_values = LargeValues(artifacts, bytes_min=self.settings.artifact_bytes_min)
+
+    @cached_property
+    def responses(self) -> ResponseSpool | None:
+        """Responses of models that the database does not have yet; None: they are not kept."""
+        chosen = self.settings
+        if chosen.response_spool == "off" or self.store.in_memory:
+            return None
+        folder = default_folder() if chosen.response_spool == "auto" else Path(chosen.response_spool)
+        bounds = SpoolBounds(
+            chosen.response_spool_seconds_max, chosen.response_spool_count_max, chosen.response_spool_bytes_max
+        )
+        return ResponseSpool(folder, bounds)
 
     @cached_property
     def admission(self) -> Admission:

@@ -241,6 +241,7 @@ def _prepared(runtime: Runtime, node_run: NodeRun, deadline: float) -> Attempt:
         load=load,
         remaining=lambda: deadline - time.monotonic(),
         run_id=thread.run_id,
+        artifacts=runtime.large_values,
     )
     book = WaitBook(codec, lambda: stored_waits.of_run(runtime.store, thread.id, node_run.step, run.id) if load else [])
     children = ChildBook(runtime, fence, place, journal, book, priority=thread.priority, load=load)
@@ -254,7 +255,7 @@ def _prepared(runtime: Runtime, node_run: NodeRun, deadline: float) -> Attempt:
         codec=codec,
         remaining=lambda: deadline - time.monotonic(),
     )
-    attempt = Attempt(place, journal, book, children, transactions, codec, failures)
+    attempt = Attempt(place, journal, book, children, transactions, codec, failures, runtime.responses)
     if load:
         attempt.published = functools.cache(
             lambda: checkpoints.events_published(runtime.store, thread.id, node_run.step, fence.seq, run.id)

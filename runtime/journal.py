@@ -21,6 +21,7 @@ from pydantic import ValidationError
 
 from keepstep.crashpoints import reach
 from keepstep.errors import (
+    ArtifactCorrupt,
     Diverged,
     EffectConflict,
     EffectGivenUp,
@@ -28,6 +29,7 @@ from keepstep.errors import (
     EffectUnknown,
     InvalidInput,
     NodeTimeout,
+    StaleLease,
     ThreadBlocked,
 )
 from keepstep.runtime.callids import CallIds
@@ -49,6 +51,7 @@ from keepstep.runtime.lostanswers import is_lost
 from keepstep.runtime.outcome import described, error_text
 from keepstep.runtime.watchdog import undisturbed
 from keepstep.store import effects as journal
+from keepstep.store.artifacts import LargeValues
 from keepstep.store.effects import EffectKey, EffectState
 from keepstep.store.engine import Store
 from keepstep.store.leases import Fence
@@ -60,6 +63,8 @@ class Recorded:
     """An effect that has happened: its result as it was."""
 
     result: Any
+    meta: Any = None
+    """Of a model call: what is known of it besides its result."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -107,6 +112,7 @@ class Journal:
         codec: Codec,
         load: bool,
         remaining: Callable[[], float],
+        artifacts: LargeValues,
         run_id: str | None = None,
     ) -> None:
         """`run` is the node run, `run_id` the thread's run; `remaining` says how many seconds the attempt has left."""
@@ -118,6 +124,8 @@ class Journal:
         self._run_id = run_id
         self._codec = codec
         self._remaining = remaining
+        self._large = artifacts
+        self._is_stale = False
         self._found: dict[str, EffectState] | None = None if load else {}
         self._ids: CallIds[EffectDeclaration] = CallIds("an effect key", EffectConflict)
         self._blocked: ThreadBlocked | EffectPending | None = None
@@ -128,13 +136,19 @@ class Journal:
     # --- performing -------------------------------------------------------------------------------------------------
 
     def begin(
-        self, function: Callable[..., Any], arguments: tuple[Any, ...], named: Mapping[str, Any], key: str | None
+        self,
+        function: Callable[..., Any],
+        arguments: tuple[Any, ...],
+        named: Mapping[str, Any],
+        key: str | None,
+        declared: EffectDeclaration | None = None,
     ) -> Recorded | Lookup | Call:
         """Return an effect's recorded result, or the call to be made, its intent recorded when it is at risk.
 
         A `Lookup` is to be asked first, and its answer given to `looked_up`, which returns one of the other two.
+        `declared`: what the effect is, unless the function says it itself.
         """
-        declared = declaration_of(function)
+        declared = declared or declaration_of(function)
         codec = self._codec.including(*annotated_types(function))
         values = by_name(function, arguments, named)
         digest = arguments_digest(function, values, codec, declared.name)
@@ -210,7 +224,7 @@ class Journal:
                 tenant=self._tenant,
                 name=declared.name,
                 arguments_digest=call.digest,
-                arguments=call.arguments,
+                **self._large.placed(self._tenant, call.arguments, "arguments", "arguments_artifact"),
                 seconds=remaining,
                 run_id=self._run_id,
                 undo=declared.undo_name,
@@ -222,10 +236,15 @@ class Journal:
         return call
 
     def _recorded(self, call: Call, found: EffectState) -> Recorded:
+        try:
+            result = self._large.fetched(self._tenant, found.result, found.artifact) or b""
+        except ArtifactCorrupt as error:
+            self._blocked = error
+            raise
         if found.resolved_by is None:
-            return Recorded(call.codec.decode(found.result or b""))
+            return Recorded(call.codec.decode(result), None if found.meta is None else call.codec.decode(found.meta))
         # A person wrote it as JSON: it becomes what the function would have returned.
-        given = call.codec.decode(found.result or b"")
+        given = call.codec.decode(result)
         try:
             where = f"the result of {found.name!r}"
             return Recorded(given if call.returns is None else fitted(where, call.returns, given))
@@ -256,7 +275,7 @@ class Journal:
             return self._intended(call)
         stored = call.codec.encode(answer, path=f"${call.declared.name}.result")
         recorded = self._store.patiently(
-            lambda: journal.finish(self._store, found.nonce, call.key, state=journal.DONE, result=stored)
+            lambda: journal.finish(self._store, found.nonce, call.key, state=journal.DONE, **self._placed(stored))
         )
         if not recorded:
             return self._said_meanwhile(call)
@@ -302,15 +321,51 @@ class Journal:
                     tenant=self._tenant,
                     name=call.declared.name,
                     arguments_digest=call.digest,
-                    result=stored,
                     run_id=self._run_id,
+                    **self._placed(stored),
                 )
             )
         else:
             self._store.patiently(
-                lambda: journal.finish(self._store, self._fence.nonce, call.key, state=journal.DONE, result=stored)
+                lambda: journal.finish(
+                    self._store, self._fence.nonce, call.key, state=journal.DONE, **self._placed(stored)
+                )
             )
         self._ended(call, journal.DONE, stored)
+
+    def _placed(self, result: bytes) -> dict[str, Any]:
+        return self._large.placed(self._tenant, result, "result", "artifact")
+
+    def keep(self, call: Call, result: bytes, meta: bytes) -> Recorded | None:
+        """Record the result of a call that was paid for, even if the lease is lost; None when it is recorded.
+
+        When another attempt's is there already, that one stands, and is returned.
+        """
+        kept = self._store.patiently(
+            lambda: journal.keep(
+                self._store,
+                self._fence,
+                call.key,
+                tenant=self._tenant,
+                name=call.declared.name,
+                arguments_digest=call.digest,
+                meta=meta,
+                **self._placed(result),
+            )
+        )
+        self._is_stale = self._is_stale or kept.is_stale
+        self._ended(call, journal.DONE, result, meta)
+        if kept.before is None or kept.before.state != journal.DONE or kept.before.nonce == self._fence.nonce:
+            return None
+        with self._lock:
+            self._known()[call.key.call] = kept.before
+        return self._recorded(call, kept.before)
+
+    def check_lease(self, call: Call) -> None:
+        """Raise `StaleLease` when the lease is known to be lost: what another attempt pays for is not paid twice."""
+        if self._is_stale:
+            self._ids.end(call.key.call)
+            raise StaleLease
 
     def raised(self, call: Call, error: Exception) -> Lookup | None:
         """Record what an error of the call means: None when it failed, and a retry of the node may try again.
@@ -437,13 +492,13 @@ class Journal:
                 self._found = {state.call: state for state in states}
             return self._found
 
-    def _ended(self, call: Call, state: str, result: bytes | None) -> None:
+    def _ended(self, call: Call, state: str, result: bytes | None, meta: bytes | None = None) -> None:
         known, name, at_risk = self._known(), call.declared.name, int(not call.declared.idempotent)
         with self._lock:
             self._ids.end(call.key.call)
             # A second call under the same explicit key in this attempt finds what the first one left.
             known[call.key.call] = EffectState(
-                call.key.call, name, state, at_risk, call.digest, result, None, self._fence.nonce, 1
+                call.key.call, name, state, at_risk, call.digest, result, None, self._fence.nonce, 1, meta=meta
             )
 
     def _same_call(self, found: EffectState, declared: EffectDeclaration, digest: bytes, key: str | None) -> None:

@@ -18,6 +18,7 @@ from keepstep.runtime.history import verify
 from keepstep.runtime.planner import HIDDEN
 from keepstep.settings import Settings
 from keepstep.store import kin, views
+from keepstep.store.artifacts import Artifacts
 from keepstep.store.claims import CheckpointRow
 from keepstep.store.engine import Store
 from keepstep.store.kin import KinView
@@ -154,6 +155,10 @@ def _time(value: float | None) -> datetime | None:
     return None if value is None else datetime.fromtimestamp(min(value, _TIME_MAX), UTC)
 
 
+def _readable(effect: EffectView) -> EffectView:
+    return effect if effect.meta is None else effect._replace(meta=view(effect.meta))
+
+
 class UnknownEffect(NamedTuple):
     """An effect whose outcome nobody knows, and whose thread's it is."""
 
@@ -218,12 +223,34 @@ class Reader:
         return views.node_runs(self._store, self._one(thread, graph).id)
 
     def effects(self, thread: str, *, graph: str | None = None) -> list[EffectView]:
-        """Return a thread's effects in order."""
-        return views.effects(self._store, self._one(thread, graph).id)
+        """Return a thread's effects in order; `meta` of a model call is what is known of it."""
+        found = views.effects(self._store, self._one(thread, graph).id)
+        return [_readable(each) for each in found]
+
+    def result(self, thread: str, key: str, *, graph: str | None = None) -> Any:
+        """Return the recorded result of an effect by its key; None when it has none.
+
+        Raises `NotFound`, `ArtifactCorrupt` when it was kept apart and is gone.
+        """
+        row = views.result_of(self._store, self._one(thread, graph).id, key)
+        if row is None:
+            message = f"thread {thread!r} has no effect {key!r}"
+            raise NotFound(message)
+        tenant, stored, digest = row
+        result = stored if digest is None else Artifacts(self._store).get(tenant, digest)
+        return None if result is None else view(result)
+
+    def _whole(self, effect: EffectView) -> EffectView:
+        """Return an effect with its arguments, wherever they are kept."""
+        effect = _readable(effect)
+        if effect.arguments_artifact is None:
+            return effect
+        return effect._replace(arguments=Artifacts(self._store).get(effect.tenant, effect.arguments_artifact))
 
     def unknown_effects(self, *, limit: int = 100) -> list[UnknownEffect]:
         """Return effects that were begun and whose outcome nobody knows, oldest first: `Client.resolve` says it."""
         found = views.unknown_effects(self._store, self.tenant, limit=limit)
+        found = [(graph, thread, self._whole(effect)) for graph, thread, effect in found]
         return [UnknownEffect(*each) for each in found]
 
     def waits(self, thread: str, *, graph: str | None = None) -> list[WaitView]:

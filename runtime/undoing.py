@@ -103,6 +103,7 @@ class _Undoing:
     def __init__(self, runtime: Runtime, claim: Claim, graph: CompiledGraph, found: Undoable) -> None:
         self._runtime = runtime
         self._found = found
+        self._tenant = claim.thread.tenant
         self._seconds = runtime.settings.node_timeout_seconds
         self._deadline = time.monotonic() + self._seconds
         self._declared: Undo = undos.find(found.name, found.undo)
@@ -117,8 +118,14 @@ class _Undoing:
             codec=self._codec,
             load=True,
             remaining=self._left,
+            artifacts=runtime.large_values,
             run_id=claim.thread.run_id,
         )
+
+    def _arguments(self) -> bytes:
+        found = self._found
+        stored = self._runtime.large_values.fetched(self._tenant, found.arguments, found.arguments_artifact)
+        return stored or b""
 
     def _left(self) -> float:
         return self._deadline - time.monotonic()
@@ -127,7 +134,7 @@ class _Undoing:
         """Undo the effect, unless it has not happened; return which of the two it was."""
         grace = self._runtime.settings.timeout_grace_seconds
         with self._runtime.watchdog.watch(self._seconds + grace, self._write_off, self._runtime.end):
-            given: Mapping[str, Any] = self._codec.decode(self._found.arguments or b"")
+            given: Mapping[str, Any] = self._codec.decode(self._arguments())
             happened = self._happened(given)
             if happened is None:
                 return NOT_DONE_OUTSIDE

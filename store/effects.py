@@ -15,6 +15,7 @@ from sqlalchemy.dialects.postgresql import insert as postgresql_insert
 from sqlalchemy.dialects.sqlite import insert as sqlite_insert
 from sqlalchemy.sql.base import Executable
 
+from keepstep.errors import StaleLease
 from keepstep.store.engine import Store, Transaction
 from keepstep.store.leases import Fence
 from keepstep.store.outcomes import hold
@@ -38,6 +39,10 @@ class EffectState(NamedTuple):
     calls: int
     resolved_by: str | None = None
     """Who said what came of it; None when it is known from the call itself."""
+    meta: bytes | None = None
+    """Of a model call: what is known of it besides its result."""
+    artifact: str | None = None
+    """Digest of a result that is kept apart."""
     seconds_left: float = 0.0
     """Until the call's deadline: before it, a call that is under way may still happen."""
 
@@ -50,6 +55,11 @@ class EffectKey:
     step: str
     run: str
     call: str
+
+    @property
+    def text(self) -> str:
+        """The idempotency key."""
+        return f"{self.step}/{self.run}/{self.call}"
 
 
 _OF_RUN = Statement(
@@ -72,6 +82,7 @@ def _begin(dialect: str) -> Executable:
         for name in ("thread_id", "step", "run", "call", "tenant", "name", "state", "at_risk", "arguments_digest")
     }
     values |= {name: param(name) for name in ("result", "error", "nonce", "arguments", "run_id", "undo")}
+    values |= {name: param(name) for name in ("meta", "artifact", "arguments_artifact")}
     insert = insert.values(
         **values,
         calls=1,
@@ -82,6 +93,8 @@ def _begin(dialect: str) -> Executable:
     again = {
         "state": insert.excluded.state,
         "result": insert.excluded.result,
+        "meta": insert.excluded.meta,
+        "artifact": insert.excluded.artifact,
         "error": insert.excluded.error,
         "nonce": insert.excluded.nonce,
         # The same intent sent again, because the answer to the first was lost, is not another call.
@@ -114,7 +127,13 @@ _END = Statement(
             effect.c.nonce == param("nonce"),
             effect.c.state == INTENT,
         )
-        .values(state=param("state"), result=param("result"), error=param("error"), ended_at=db_now())
+        .values(
+            state=param("state"),
+            result=param("result"),
+            artifact=param("artifact"),
+            error=param("error"),
+            ended_at=db_now(),
+        )
         .returning(effect.c.call)
     )
 )
@@ -143,6 +162,7 @@ def begin(
     name: str,
     arguments_digest: bytes,
     arguments: bytes | None,
+    arguments_artifact: str | None = None,
     seconds: float,
     run_id: str | None = None,
     undo: str | None = None,
@@ -154,6 +174,7 @@ def begin(
     """
     values = {"tenant": tenant, "name": name, "arguments_digest": arguments_digest, "arguments": arguments}
     values |= {"run_id": run_id, "undo": undo}
+    values["arguments_artifact"] = arguments_artifact
     return _write(store, fence, key, {**values, "state": INTENT, "at_risk": 1, "seconds": seconds})
 
 
@@ -165,23 +186,69 @@ def record(
     tenant: str,
     name: str,
     arguments_digest: bytes,
-    result: bytes,
+    result: bytes | None,
+    artifact: str | None = None,
     run_id: str | None = None,
 ) -> None:
     """Record the result of an effect that is safe to repeat, and so had no intent; raise `StaleLease` when stale."""
-    values = {"tenant": tenant, "name": name, "arguments_digest": arguments_digest, "run_id": run_id}
-    _write(store, fence, key, {**values, "state": DONE, "result": result, "ended": 1})
+    values: dict[str, Any] = {"tenant": tenant, "name": name, "arguments_digest": arguments_digest}
+    values |= {"artifact": artifact, "state": DONE, "result": result, "ended": 1, "run_id": run_id}
+    _write(store, fence, key, values)
 
 
-_DEFAULTS = {
-    "arguments": None,
+class Kept(NamedTuple):
+    """What came of recording a result that was paid for."""
+
+    is_stale: bool
+    """The lease is not this attempt's any more: it calls nothing else."""
+    before: EffectState | None
+    """What another attempt has recorded first, and stands; None: this result does."""
+
+
+_RECORDED = Statement(
+    lambda _dialect: select(*(effect.c[name] for name in EffectState._fields[:-1])).where(
+        effect.c.thread_id == param("thread_id"),
+        effect.c.step == param("step"),
+        effect.c.run == param("run"),
+        effect.c.call == param("call"),
+    )
+)
+
+
+def keep(
+    store: Store,
+    fence: Fence,
+    key: EffectKey,
+    *,
+    tenant: str,
+    name: str,
+    arguments_digest: bytes,
+    result: bytes | None,
+    artifact: str | None,
+    meta: bytes,
+) -> Kept:
+    """Record a result that was paid for, whoever holds the lease by now; never over one that is recorded."""
+    place = _place(key)
+    values: dict[str, Any] = {"tenant": tenant, "name": name, "arguments_digest": arguments_digest, "meta": meta}
+    values |= {"state": DONE, "result": result, "artifact": artifact, "ended": 1, "nonce": fence.nonce}
+    is_stale = False
+    with store.transaction() as transaction:
+        try:
+            hold(transaction, fence)
+        except StaleLease:
+            is_stale = True
+        if transaction.rows(_BEGIN, {**place, **_DEFAULTS, **values}):
+            return Kept(is_stale, None)
+        row = transaction.row(_RECORDED, place)
+        return Kept(is_stale, None if row is None else EffectState(*row))
+
+
+_DEFAULTS: dict[str, Any] = {
+    **dict.fromkeys(
+        ("arguments", "result", "error", "ended", "meta", "artifact", "arguments_artifact", "run_id", "undo")
+    ),
     "at_risk": 0,
-    "result": None,
-    "error": None,
     "seconds": 0.0,
-    "ended": None,
-    "run_id": None,
-    "undo": None,
 }
 
 
@@ -238,11 +305,13 @@ def finish(
     *,
     state: str,
     result: bytes | None = None,
+    artifact: str | None = None,
     error: str | None = None,
 ) -> bool:
     """Record what came of an intent, fenced by the intent's own nonce; False when another attempt has taken it over."""
     values = {"thread_id": key.thread_id, "step": key.step, "run": key.run, "call": key.call, "nonce": nonce}
-    return bool(store.rows(_END, {**values, "state": state, "result": result, "error": error}))
+    outcome = {"state": state, "result": result, "artifact": artifact, "error": error}
+    return bool(store.rows(_END, {**values, **outcome}))
 
 
 _RETURNED = Statement(
@@ -341,6 +410,7 @@ _RESOLVE = Statement(
         .values(
             state=param("state"),
             result=param("result"),
+            artifact=None,
             error=param("error"),
             resolved_by=param("resolved_by"),
             ended_at=db_now(),

@@ -10,8 +10,9 @@ pending write. An **effect** is the journal of one outside action. A **wait** is
 consumes it. **audit** says who asked for what, and its unique command id is what makes every command idempotent.
 **event** is what nodes tell the world (`ctx.emit`). A **child** row stands between two threads, a parent and the child
 it spawned: it says what one still has to do to the other, so that no transaction ever locks both. A **limit** says how
-many steps of a graph or tenant may run at once, and a **slot** is one lease that counts against it. A **worker** row is
-one worker process and how long it is believed to be alive.
+many steps of a graph or tenant may run at once, and a **slot** is one lease that counts against it. An **artifact** is
+a value too large for the row that refers to it, known by the digest of its content. A **worker** row is one worker
+process and how long it is believed to be alive.
 
 Times are seconds since 1970 (UTC) by the database's clock. Payload columns are opaque bytes. Text columns hold names
 checked at the door or text escaped for the database. Every row carries its tenant. Tables are prefixed, so that they
@@ -239,10 +240,25 @@ effect = Table(
     _time("ended_at", nullable=True),
     Column("arguments", LargeBinary),  # of one at risk, for the person who may have to find out whether it happened
     Column("resolved_by", Text),  # who said what came of it
+    Column("meta", LargeBinary),  # of a model call: model, versions, tokens, …
+    Column("artifact", Text),  # digest of a result that is too large to stand here
+    Column("arguments_artifact", Text),  # the same of the arguments
     Column("run_id", Text),  # of the thread's run
     Column("undo", Text),  # the function that undoes it when the run fails; NULL: none
     Column("undone", Text),  # undone | given_up | not_done: what came of that
     PrimaryKeyConstraint("thread_id", "step", "run", "call", name="keepstep_effect_pkey"),
+)
+
+artifact = Table(
+    "keepstep_artifact",
+    metadata,
+    _text("tenant"),
+    _text("digest"),  # of the content, in hexadecimal digits
+    Column("bytes_count", BigInteger, nullable=False),
+    Column("data", LargeBinary),  # NULL: it is kept at `location`
+    Column("location", Text),
+    _time("created_at"),  # when it was last written
+    PrimaryKeyConstraint("tenant", "digest", name="keepstep_artifact_pkey"),
 )
 
 wait = Table(

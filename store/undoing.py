@@ -35,6 +35,8 @@ class Undoable(NamedTuple):
     """`done`, or `intent`: whether it happened has to be found out first."""
     arguments_digest: bytes
     arguments: bytes | None
+    arguments_artifact: str | None
+    """The digest of arguments that are kept apart."""
     undo: str
     """Which function undoes it."""
 

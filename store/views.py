@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 from sqlalchemy import Text, cast, exists, func, or_, select
 
@@ -143,11 +143,17 @@ class EffectView(NamedTuple):
     started_at: float
     ended_at: float | None
     resolved_by: str | None
+    tenant: str
     arguments: bytes | None
     undo: str | None
     """The function that undoes it when its run fails; None: nothing does."""
     undone: str | None
     """What came of undoing it, `undone`, `given_up` or `not_done` (it had not happened); None: it is as it was."""
+    arguments_artifact: str | None
+    artifact: str | None
+    """The digest of a result that is kept apart."""
+    meta: Any
+    """Of a model call: its payload; from a `Reader` what it says, as plain data."""
 
     @property
     def key(self) -> str:
@@ -259,6 +265,12 @@ _EFFECTS = Statement(
         select(*(effect.c[name] for name in EffectView._fields))
         .where(effect.c.thread_id == param("thread_id"))
         .order_by(effect.c.started_at, effect.c.step, effect.c.run, effect.c.call)
+    )
+)
+_RESULT = Statement(
+    lambda _dialect: select(effect.c.tenant, effect.c.result, effect.c.artifact).where(
+        effect.c.thread_id == param("thread_id"),
+        param("key") == effect.c.step + "/" + effect.c.run + "/" + effect.c.call,
     )
 )
 _held = node_run.alias("held")
@@ -407,6 +419,12 @@ def decisions(store: Store, tenant: str, approval_id: str) -> list[DecisionView]
 def effects(store: Store, thread_id: str) -> list[EffectView]:
     """Return a thread's journal in order."""
     return [EffectView(*row) for row in store.rows(_EFFECTS, {"thread_id": thread_id})]
+
+
+def result_of(store: Store, thread_id: str, key: str) -> tuple[str, bytes | None, str | None] | None:
+    """Return an effect's tenant, its result and the digest of one that is kept apart; None: there is no such effect."""
+    row = store.rows(_RESULT, {"thread_id": thread_id, "key": key})
+    return (row[0][0], row[0][1], row[0][2]) if row else None
 
 
 def unknown_effects(store: Store, tenant: str, *, limit: int) -> list[tuple[str, str, EffectView]]:

@@ -75,13 +75,23 @@ def _print_journal(session: Session, journal: list[EffectView]) -> None:
     from keepstep.cli.output import local
     from keepstep.cli.show import effect_state
 
+    asked = any(each.meta for each in journal)
     session.output.table(
-        ("STATE", "CALLS", "BEGUN", "BY", "KEY"),
+        ("STATE", "CALLS", "BEGUN", "BY", *(("MODEL", "TOKENS") if asked else ()), "KEY"),
         [
-            (effect_state(each), str(each.calls), local(each.started_at) or "", each.resolved_by or "", each.key)
+            (
+                *(effect_state(each), str(each.calls), local(each.started_at) or "", each.resolved_by or ""),
+                *(_model_and_tokens(each.meta or {}) if asked else ()),
+                each.key,
+            )
             for each in journal
         ],
     )
+
+
+def _model_and_tokens(meta: dict[str, Any]) -> tuple[str, str]:
+    total = meta.get("tokens", {}).get("total")
+    return str(meta.get("model") or ""), "" if total is None else str(total)
 
 
 def _print(session: Session, found: UnknownEffect) -> None:

@@ -91,6 +91,7 @@ def effect(found: EffectView) -> dict[str, Any]:
         "resolved_by": found.resolved_by,
         "undo": found.undo,
         "undone": found.undone,
+        "model_call": found.meta,
         "started_at": iso(found.started_at),
         "ended_at": iso(found.ended_at),
     }

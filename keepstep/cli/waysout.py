@@ -18,6 +18,7 @@ _OF_CODES = {
     "diverged": "see what the earlier attempt did ({show}). If an edit of the state led elsewhere: edit it back, "
     "{retry}. Else: {cancel}",
     "history_corrupt": "restore the stored checkpoint: nothing runs on it",
+    "artifact_corrupt": "restore the value that the error names, then {retry}",
     "unknown_type": "deploy code that declares the type, then {retry}",
     "graph": "deploy code that has the node, then {retry}",
     "internal": "a defect in Keepstep: report it with the thread's error",

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+from collections.abc import Iterator
 from typing import Annotated, TypedDict
 
 from sqlalchemy import create_engine, text
@@ -96,6 +97,33 @@ voyage.edge("captain", "tide")
 voyage.edge("tide", "night")
 voyage.edge("night", "toll")
 voyage.edge("toll", END)
+
+
+# --- one that asks a model, which answers whole and in chunks ---------------------------------------------------------
+
+oracle = Graph("oracle", state=Log)
+
+
+def ask(request: dict[str, str]) -> dict[str, str]:
+    """A model that answers whole."""
+    return {"model": "m", "content": ask_outside(request["what"], request["thread"])}
+
+
+def ask_for_chunks(request: dict[str, str]) -> Iterator[str]:
+    """A model that answers in chunks."""
+    yield from ask_outside(request["what"], request["thread"]).partition(" of ")
+
+
+@oracle.node
+def consult(state, ctx):
+    entered(ctx, "consult")
+    whole = ctx.model(ask, {"what": "oracle", "thread": ctx.thread}, key="oracle")
+    streamed = ctx.model(ask_for_chunks, {"what": "sibyl", "thread": ctx.thread}, key="sibyl")
+    return {"log": [whole.text, streamed.text]}
+
+
+oracle.edge(START, "consult")
+oracle.edge("consult", END)
 
 
 # --- one whose node is held outside, between a read and a payment -----------------------------------------------------

@@ -33,7 +33,8 @@ def module_database(postgresql_server, _postgresql_template):
 def _crew(folder, database, broker, outside):
     # A window that no worker misses on a busy machine: nobody here is to be given up who lives.
     times = {"renew_seconds": 0.5, "liveness_window_seconds": 5.0}
-    with deployed(folder, database, broker, graphs=AGENTS, **times) as deployment:
+    spool = str(folder / "responses")
+    with deployed(folder, database, broker, graphs=AGENTS, response_spool=spool, **times) as deployment:
         deployment.environment["KEEPSTEP_TEST_OUTSIDE"] = outside.address
         deployment.environment["KEEPSTEP_CRASH_MARK"] = str(folder / "mark")
         yield Crew(deployment, outside, folder / "mark")

@@ -200,10 +200,34 @@ OF_UNDOS = (
 )
 """Where a pool child dies while it undoes what a failed run did."""
 
+OF_MODELS = (
+    Death(
+        "after_response",
+        "oracle",
+        "the model is asked again: that its response arrived, nobody but the dead process knew",
+        {"consult": 2},
+        calls={"oracle": 2},
+    ),
+    Death("after_call", "oracle", "the node's body is entered again; the response is found spooled", {"consult": 2}),
+    Death("after_call", "sibyl", "the node's body is entered again; all chunks are found spooled", {"consult": 2}),
+    Death("after_result", "sibyl", _AGAIN, {"consult": 2}),
+)
+"""Where a pool child dies that asks a model, on the same machine as the one that goes on."""
+
 REGISTERED = Death("after_register", "", "nothing; the row lapses and is removed", of_main_process=True)
 """Where a worker dies before it takes any work."""
 
 ADMITTED = Death("after_admission", "", "nothing; another worker nudges them, a little later", of_main_process=True)
 """Where a worker dies that found a thread whose nudge was lost."""
 
-DEATHS = (*OF_CHILDREN, *OF_MAIN_PROCESS, *OF_FAMILIES, *OF_CANCELS, *OF_TRANSACTIONS, *OF_UNDOS, REGISTERED, ADMITTED)
+DEATHS = (
+    *OF_CHILDREN,
+    *OF_MAIN_PROCESS,
+    *OF_FAMILIES,
+    *OF_CANCELS,
+    *OF_TRANSACTIONS,
+    *OF_UNDOS,
+    *OF_MODELS,
+    REGISTERED,
+    ADMITTED,
+)

@@ -32,7 +32,8 @@ server outside has counted, the commands applied, the events and the final state
 `tests/crash/test_families.py` does the same to a fleet that spawns a `.boat` and joins it, and to one that is cancelled
 while its boat tows another; `tests/crash/test_undos.py` to a holiday that charges a `flight`, a `hotel` and a `car`,
 fails, and is undone; `tests/crash/test_transactions.py` to a node that writes a sale into the `till`, a table in
-Keepstep's database, and one at the `bank`, in another database; there is one of each afterwards.
+Keepstep's database, and one at the `bank`, in another database, so that there is one of each afterwards;
+`tests/crash/test_models.py` to a node that asks two models, an `oracle` and a `sibyl` who answers in chunks.
 
 | point | what has happened there | killed at | what it costs |
 |---|---|---|---|

@@ -2,14 +2,18 @@
 
 from __future__ import annotations
 
+import http.server
 import importlib.util
+import json
 import re
 import sys
+import threading
 from pathlib import Path
 from types import ModuleType
 
 import pytest
 
+from keepstep.errors import NodeFailed
 from keepstep.settings import Settings
 from keepstep.store.status import TRANSITIONS
 
@@ -66,6 +70,76 @@ def test_the_readme_graph_does_what_the_readme_says(run):
     assert graph.run({"order": "7", "amount": 120}, decisions=[False])["status"] == "rejected"
 
 
+class ModelServer:
+    """Speaks as much of OpenAI's chat completions as the example asks for; remembers what it was asked."""
+
+    def __init__(self):
+        self.asked = []
+        server = self
+
+        class Handler(http.server.BaseHTTPRequestHandler):
+            def do_POST(self):
+                assert self.path == "/v1/chat/completions"
+                request = json.loads(self.rfile.read(int(self.headers["Content-Length"])))
+                server.asked.append((request, self.headers["Idempotency-Key"]))
+                usage = {"prompt_tokens": 5, "completion_tokens": 2, "total_tokens": 7}
+                self.send_response(200)
+                self.end_headers()
+                if not request.get("stream"):
+                    choices = [{"message": {"content": "complaint"}, "finish_reason": "stop"}]
+                    self.wfile.write(json.dumps({"model": "small-1", "choices": choices, "usage": usage}).encode())
+                    return
+                for text in ("We are ", "sorry."):
+                    chunk = {"model": "small-1", "choices": [{"delta": {"content": text}}]}
+                    self.wfile.write(f"data: {json.dumps(chunk)}\n\n".encode())
+                if "cut" not in str(request):
+                    self.wfile.write(b"data: [DONE]\n\n")
+
+            def log_message(self, *_):
+                pass
+
+        self._server = http.server.ThreadingHTTPServer(("127.0.0.1", 0), Handler)
+        self.url = f"http://127.0.0.1:{self._server.server_address[1]}/v1"
+        self._thread = threading.Thread(target=self._server.serve_forever, args=(0.05,))
+        self._thread.start()
+
+    def stop(self):
+        self._server.shutdown()
+        self._server.server_close()
+        self._thread.join()
+
+
+@pytest.fixture
+def letters(run, monkeypatch):
+    """The example of docs/models.md, and a server that it asks."""
+    server = ModelServer()
+    monkeypatch.setenv("MODEL_URL", server.url)
+    module = run(blocks(ROOT / "docs" / "models.md")[0])
+    yield module, server
+    module.client.close()
+    server.stop()
+
+
+def test_the_models_example_asks_whole_and_in_chunks(letters):
+    module, server = letters
+
+    assert module.graph.run({"text": "It is broken."}) == {
+        "text": "It is broken.",
+        "kind": "complaint",
+        "answer": "We are sorry.",
+    }
+    (whole, key), (streamed, none) = server.asked
+    assert (whole["model"], whole["messages"][1]["content"], none) == ("small", "It is broken.", None)
+    assert "/sort/chat:" in key
+    assert streamed["stream"] is True
+
+
+def test_the_models_example_notices_a_stream_that_breaks_off(letters):
+    module, _ = letters
+    with pytest.raises(NodeFailed, match="the stream broke off"):
+        module.graph.run({"text": "cut"})
+
+
 def test_every_link_in_the_documentation_leads_somewhere():
     dead = [
         f"{page.name}: {target}"
@@ -90,7 +164,8 @@ def test_every_setting_is_documented_with_its_default():
     documented = dict(re.findall(r"^\| `(\w+)` \| (\S.*?) \|", text, flags=re.MULTILINE))
 
     shown = {
-        name: "none" if field.default == () else f"`{field.default}`" for name, field in Settings.model_fields.items()
+        name: "none" if field.default in ((), "") else f"`{field.default}`"
+        for name, field in Settings.model_fields.items()
     }
     assert {name: documented.get(name) for name in shown} == shown
 

@@ -44,6 +44,8 @@ _CHILDREN = "tests/steps/test_children.py::test_"
 _UNDO = "tests/steps/test_undo.py::test_"
 _TRANSACTIONS = "tests/steps/test_transactions.py::test_"
 _FOREIGN = "tests/steps/test_foreign_transactions.py::test_"
+_ARTIFACTS = "tests/steps/test_artifacts.py::test_"
+_MODELS = "tests/steps/test_models.py::test_"
 
 MUTANTS = (
     Mutant(
@@ -556,6 +558,8 @@ MUTANTS = (
         "store/checkpoints.py",
         (("        is_undone = new.status == FAILED and ", '        is_undone = new.status == "never" and '),),
         (_UNDO + "a_run_that_reaches_its_step_limit_is_undone[sqlite]",),
+    ),
+    Mutant(
         "transactions",
         "the fence is not taken before the commit",
         "store/transactions.py",
@@ -622,5 +626,52 @@ MUTANTS = (
         "runtime/transactions.py",
         (("            if is_unknown:\n", "            if False:\n"),),
         (_FOREIGN + "a_database_that_cannot_be_asked_puts_off_what_may_have_happened[sqlite]",),
+    ),
+    Mutant(
+        "what is paid for",
+        "a response is not spooled",
+        "runtime/models.py",
+        (("            spool.put(begun.key.text, received)\n", "            pass\n"),),
+        (_MODELS + "a_response_that_was_received_is_not_paid_for_again[sqlite-False]",),
+    ),
+    Mutant(
+        "what is paid for",
+        "the response to another request is taken",
+        "runtime/responsespool.py",
+        (("return received if received.arguments_digest == arguments_digest else None", "return received"),),
+        (_MODELS + "the_response_to_another_request_of_that_key_is_none[sqlite]",),
+    ),
+    Mutant(
+        "what is paid for",
+        "it is thrown away when the lease is lost",
+        "store/effects.py",
+        (
+            (
+                "        except StaleLease:\n            is_stale = True\n",
+                "        except StaleLease:\n            is_stale = True\n            raise\n",
+            ),
+        ),
+        (_MODELS + "what_was_paid_for_is_recorded_although_the_lease_was_lost[sqlite]",),
+    ),
+    Mutant(
+        "what is paid for",
+        "an attempt that lost its lease goes on paying",
+        "runtime/models.py",
+        (("    journal.check_lease(begun)\n", ""),),
+        (_MODELS + "an_attempt_that_knows_its_lease_is_lost_pays_for_nothing_more[sqlite]",),
+    ),
+    Mutant(
+        "what is paid for",
+        "each of two attempts gets its own answer",
+        "runtime/models.py",
+        (("    if before is not None:\n", "    if before is not None and not is_new:\n"),),
+        (_MODELS + "of_two_attempts_that_both_asked_the_first_recorded_stands_for_both[sqlite]",),
+    ),
+    Mutant(
+        "artifacts",
+        "what is read is not checked",
+        "store/artifacts.py",
+        (("        if digest_of(data) != digest:\n", "        if not digest:\n"),),
+        (_ARTIFACTS + "a_value_that_is_not_what_was_put_there_blocks_the_thread[sqlite-database-changed]",),
     ),
 )

@@ -221,8 +221,8 @@ MUTANTS = (
         "tasks/commands.py",
         (
             (
-                "            accepted = commands.accept(self._runtime, command)\n",
-                "            message.ack()\n            accepted = commands.accept(self._runtime, command)\n",
+                "            accepted = commands.accept(self._runtime, command, principal)\n",
+                "            message.ack()\n            accepted = commands.accept(self._runtime, command, principal)\n",
             ),
             (
                 '            reach("before_ack", command.verb)\n            message.ack()\n',

@@ -18,7 +18,7 @@ APPROVAL = NewWait(
     0, "approval", b"d", approval=NewApproval("approval", "approve", b"question", 1, "reject"), seconds=9
 )
 SIGNAL = NewWait(1, "signal", b"d", signal_name="go")
-UNDOABLE = Undoable("key", "n", "pay:1", "pay", "done", b"a", None, "shop.unpay")
+UNDOABLE = Undoable("key", "n", "pay:1", "pay", "done", b"a", None, None, "shop.unpay")
 FANNED = [NewNodeRun(f"n#{number}", "key", "n", b"input", 60.0) for number in range(3)]
 
 

@@ -98,6 +98,12 @@ class InvalidSettings(InvalidInput):
     code = "invalid_settings"
 
 
+class PolicyError(InvalidInput):
+    """A policy cannot be used; the message names its file and line."""
+
+    code = "policy"
+
+
 class NotFound(InvalidInput):
     """There is nothing of that name or id."""
 

@@ -41,6 +41,9 @@ class Settings(BaseSettings):
     queue: str = "keepstep"
     """Prefix of every queue's name, so that deployments can share a broker."""
 
+    policies: str = ""
+    """Folder or file of Cedar policies (`*.cedar`) that say which tools may be called; empty: none, all may."""
+
     renew_seconds: Seconds = 3.0
     """How often a worker renews its `alive_until`."""
     liveness_window_seconds: Seconds = 10.0

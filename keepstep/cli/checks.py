@@ -12,7 +12,8 @@ from keepstep import places
 from keepstep.cli import brokerchecks, fleetchecks
 from keepstep.cli.finding import Finding, guarded
 from keepstep.cli.session import Session
-from keepstep.errors import DatabaseUnavailable, KeepstepError
+from keepstep.errors import DatabaseUnavailable, KeepstepError, PolicyError
+from keepstep.runtime.policies import Policies
 from keepstep.settings import Settings
 from keepstep.store import migrate
 from keepstep.store.engine import Store
@@ -26,6 +27,7 @@ def examine(session: Session) -> list[Finding]:
     except KeepstepError as error:
         return [Finding("problem", "settings", error.message, "correct the setting; nothing else can be checked")]
     findings += _settings(session, settings)
+    findings += guarded("policies", lambda: _policies(settings))
     unwritable = places.database_problem(settings.database)
     if unwritable is not None:
         findings.append(brokerchecks.unwritable("database", unwritable))
@@ -62,6 +64,19 @@ def _settings(session: Session, settings: Settings) -> Iterator[Finding]:
             f"{settings.liveness_window_seconds:g} s: one late renewal gives up a worker that is alive",
             "make liveness_window_seconds at least three times renew_seconds",
         )
+
+
+def _policies(settings: Settings) -> Iterator[Finding]:
+    if not settings.policies:
+        yield Finding("ok", "policies", "none are configured: every tool may be called")
+        return
+    try:
+        policies = Policies.load(settings.policies)
+    except PolicyError as error:
+        yield Finding("problem", "policies", error.message, "correct it; to look again: keepstep policy check")
+        return
+    count = len(policies.listed)
+    yield Finding("ok", "policies", f"{count} from {settings.policies}, version {policies.version}")
 
 
 # --- database ---------------------------------------------------------------------------------------------------------

@@ -17,7 +17,7 @@ import typer
 from typer.main import get_command
 
 from keepstep import __version__
-from keepstep.cli import approvals, control, doctor, effects, limits, schema, show, start, threads, worker
+from keepstep.cli import approvals, control, doctor, effects, limits, policy, schema, show, start, threads, worker
 from keepstep.cli.command import Broker, Database, Json, Tenant, app
 from keepstep.cli.session import OutputClosed, Session
 from keepstep.errors import InvalidInput, KeepstepError
@@ -37,6 +37,7 @@ _COMMANDS = {
     control: ["signal", "pause", "resume", "cancel", "retry"],
     limits: ["limit"],
     doctor: ["doctor"],
+    policy: [],
     schema: [],
 }
 _ORDER = [name for names in _COMMANDS.values() for name in names]

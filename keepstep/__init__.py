@@ -11,13 +11,14 @@ from typing import TYPE_CHECKING
 
 if TYPE_CHECKING:
     from keepstep.client import Client, Receipt
-    from keepstep.errors import ChildFailed
+    from keepstep.errors import ChildFailed, RateLimited, SecretNotFound
     from keepstep.runtime.children import Child, ChildResult
     from keepstep.runtime.context import AsyncContext, Context
     from keepstep.runtime.effects import NOT_DONE, effect
     from keepstep.runtime.graph import END, START, Goto, Graph, Send
     from keepstep.runtime.policy import Retry
     from keepstep.runtime.reader import Reader
+    from keepstep.runtime.secrets import Secret
     from keepstep.runtime.state import add, append
     from keepstep.runtime.waits import Decision, Signal
 
@@ -39,7 +40,10 @@ _HOMES = {
     "Graph": "keepstep.runtime.graph",
     "Send": "keepstep.runtime.graph",
     "Retry": "keepstep.runtime.policy",
+    "RateLimited": "keepstep.errors",
     "Reader": "keepstep.runtime.reader",
+    "Secret": "keepstep.runtime.secrets",
+    "SecretNotFound": "keepstep.errors",
     "add": "keepstep.runtime.state",
     "append": "keepstep.runtime.state",
     "Decision": "keepstep.runtime.waits",
@@ -59,9 +63,12 @@ __all__ = [
     "Decision",
     "Goto",
     "Graph",
+    "RateLimited",
     "Reader",
     "Receipt",
     "Retry",
+    "Secret",
+    "SecretNotFound",
     "Send",
     "Signal",
     "add",

@@ -43,7 +43,9 @@ from keepstep.runtime.effects import (
     wants_key,
 )
 from keepstep.runtime.fields import fitted, problems_of
+from keepstep.runtime.masking import Masker
 from keepstep.runtime.outcome import described, error_text
+from keepstep.runtime.secretbook import by_reference
 from keepstep.runtime.watchdog import undisturbed
 from keepstep.store import effects as journal
 from keepstep.store.effects import EffectKey, EffectState
@@ -101,6 +103,7 @@ class Journal:
         step: str,
         run: str,
         codec: Codec,
+        masker: Masker,
         load: bool,
         remaining: Callable[[], float],
     ) -> None:
@@ -110,6 +113,8 @@ class Journal:
         self._step = step
         self._run = run
         self._codec = codec
+        self.masker = masker
+        """Knows the secrets that this attempt has resolved."""
         self._remaining = remaining
         self._found: dict[str, EffectState] | None = None if load else {}
         self._ids: CallIds[EffectDeclaration] = CallIds("an effect key", EffectConflict)
@@ -129,8 +134,9 @@ class Journal:
         """
         declared = declaration_of(function)
         codec = self._codec.including(*annotated_types(function))
-        values = by_name(function, arguments, named)
+        values = by_reference(by_name(function, arguments, named))
         digest = arguments_digest(function, values, codec, declared.name)
+        self.masker.refuse(key, f"${declared.name}, the key")
         id_ = self._ids.reserve(f"effect {declared.name!r}", declared.name, digest, key, declared)
         extra = {"idempotency_key": f"{self._step}/{self._run}/{id_}"}
         given, given_named = all_arguments(function, arguments, named)
@@ -244,6 +250,7 @@ class Journal:
                 self._blocked = EffectPending(message, seconds=left)
                 raise self._blocked
             return self._intended(call)
+        answer = self.masker.value(answer)
         stored = call.codec.encode(answer, path=f"${call.declared.name}.result")
         recorded = self._store.patiently(
             lambda: journal.finish(self._store, found.nonce, call.key, state=journal.DONE, result=stored)
@@ -256,7 +263,7 @@ class Journal:
     def not_looked_up(self, lookup: Lookup, error: Exception) -> NoReturn:
         """Give up on a lookup that failed: whether the effect happened stays unknown."""
         self._ids.end(lookup.call.key.call)
-        text = f"{type(error).__name__}: {error}"[:300]
+        text = self.masker.text(f"{type(error).__name__}: {error}")[:300]
         message = f"{self._told(lookup.found)}, and asking the outside failed: {text}"
         unknown = EffectUnknown(message)
         unknown.asking_failed = error
@@ -266,11 +273,12 @@ class Journal:
     # --- what came of it --------------------------------------------------------------------------------------------
 
     def succeed(self, call: Call, result: object) -> Any:
-        """Record an effect's result and return it.
+        """Record an effect's result and return it; secrets in it are masked now, as they would be on a retry.
 
         When the result cannot be stored the intent stays without one: it did happen, and a retry must not repeat it.
         """
         reach("after_call", call.key.call)
+        result = self.masker.value(result)
         with undisturbed():
             self._succeeded(call, result)
         reach("after_result", call.key.call)
@@ -303,7 +311,7 @@ class Journal:
 
     def _failed(self, call: Call, error: BaseException) -> None:
         if not call.declared.idempotent:
-            text = error_text(described(error))
+            text = error_text(described(error, masker=self.masker))
             self._store.patiently(
                 lambda: journal.finish(self._store, self._fence.nonce, call.key, state=journal.FAILED, error=text)
             )

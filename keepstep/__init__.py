@@ -11,13 +11,14 @@ from typing import TYPE_CHECKING
 
 if TYPE_CHECKING:
     from keepstep.client import Client, Receipt
-    from keepstep.errors import AnswerLost, ChildFailed
+    from keepstep.errors import AnswerLost, ChildFailed, RateLimited, SecretNotFound
     from keepstep.runtime.children import Child, ChildResult
     from keepstep.runtime.context import AsyncContext, Context
     from keepstep.runtime.effects import NOT_DONE, effect
     from keepstep.runtime.graph import END, START, Goto, Graph, Send
     from keepstep.runtime.policy import Retry
     from keepstep.runtime.reader import Reader
+    from keepstep.runtime.secrets import Secret
     from keepstep.runtime.state import add, append
     from keepstep.runtime.waits import Decision, Signal
 
@@ -40,7 +41,10 @@ _HOMES = {
     "Graph": "keepstep.runtime.graph",
     "Send": "keepstep.runtime.graph",
     "Retry": "keepstep.runtime.policy",
+    "RateLimited": "keepstep.errors",
     "Reader": "keepstep.runtime.reader",
+    "Secret": "keepstep.runtime.secrets",
+    "SecretNotFound": "keepstep.errors",
     "add": "keepstep.runtime.state",
     "append": "keepstep.runtime.state",
     "Decision": "keepstep.runtime.waits",
@@ -61,9 +65,12 @@ __all__ = [
     "Decision",
     "Goto",
     "Graph",
+    "RateLimited",
     "Reader",
     "Receipt",
     "Retry",
+    "Secret",
+    "SecretNotFound",
     "Send",
     "Signal",
     "add",

@@ -240,6 +240,26 @@ class EffectPending(StepError):
         self.seconds = seconds
 
 
+class RateLimited(StepError):
+    """The tool refused the call, which did not happen: there were too many.
+
+    A tool raises it itself; `retry_after` says in how many seconds there may be another call, None: it was not said.
+    """
+
+    code = "rate_limited"
+    retryable = True
+
+    def __init__(self, message: str | None = None, retry_after: float | None = None) -> None:
+        super().__init__(message)
+        self.retry_after = retry_after
+
+
+class SecretNotFound(StepError):
+    """A secret's reference leads to nothing."""
+
+    code = "secret_not_found"
+
+
 class ThreadBlocked(StepError):
     """The thread is blocked and needs an operator."""
 
@@ -316,6 +336,12 @@ class NotConfirmed(Unavailable):
     """No worker has confirmed the message in time; it may still be accepted later."""
 
     code = "not_confirmed"
+
+
+class SecretUnavailable(Unavailable):
+    """Where secrets are kept cannot be reached."""
+
+    code = "secret_unavailable"
 
 
 class DuplicateRow(KeepstepError):

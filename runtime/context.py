@@ -17,8 +17,6 @@ from datetime import UTC, datetime, timedelta
 from functools import cached_property
 from typing import Any, TypeVar
 
-import structlog
-
 from keepstep.errors import InvalidInput
 from keepstep.runtime import performing
 from keepstep.runtime.children import Child, ChildBook
@@ -28,6 +26,8 @@ from keepstep.runtime.graph import Graph
 from keepstep.runtime.journal import Journal
 from keepstep.runtime.outcome import Parked
 from keepstep.runtime.place import Place
+from keepstep.runtime.secretbook import SecretBook
+from keepstep.runtime.secrets import Secret
 from keepstep.runtime.waits import Decision, Question, Signal, WaitBook, gathered
 from keepstep.store.checkpoints import NewEvent
 
@@ -43,6 +43,7 @@ class Attempt:
     waits: WaitBook
     children: ChildBook
     codec: Codec
+    secrets: SecretBook
     failures: Callable[[], Sequence[Mapping[str, Any]]]
     """What failed, and was to be continued after, in the super-step before."""
     events: list[NewEvent] = field(default_factory=list)
@@ -117,9 +118,9 @@ class _Facts:
 
     @cached_property
     def log(self) -> Any:
-        """A structured logger that carries the ids of this attempt."""
+        """A structured logger that carries the ids of this attempt, and shows none of the secrets it resolved."""
         place = self._attempt.place
-        return structlog.get_logger("keepstep.node").bind(
+        return self._attempt.secrets.logger("keepstep.node").bind(
             tenant=place.tenant,
             thread=place.thread,
             run=place.run,
@@ -174,6 +175,15 @@ class Context(_Facts):
             raise InvalidInput(message)
         procedure = performing.effect(self._attempt.journal, fn, args, kwargs, key)
         return performing.perform(procedure)  # type: ignore[no-any-return]  # what fn returned
+
+    def secret(self, ref: str, /) -> Secret:
+        """Return a secret: `env:NAME`, `file:/run/secrets/x`, or a name that the deployment's provider knows.
+
+        Never journaled nor stored: a retry resolves it again. An update, event, question or argument that holds its
+        text is refused (`NotStorable`); in results, errors and lines of `ctx.log` the text is masked. As an argument of
+        `ctx.effect` the `Secret` itself is known by its reference. Raises `SecretNotFound`, `SecretUnavailable`.
+        """
+        return self._attempt.secrets.resolve(ref)
 
     def approve(
         self,
@@ -303,6 +313,10 @@ class AsyncContext(_Facts):
     @cached_property
     def _sync(self) -> Context:
         return Context(self._attempt)
+
+    async def secret(self, ref: str, /) -> Secret:
+        """Return a secret; see `Context.secret`."""
+        return await asyncio.to_thread(self._attempt.secrets.resolve, ref)
 
     async def approve(self, question: str, /, **options: Any) -> Decision:
         """Ask people for approval; see `Context.approve`."""

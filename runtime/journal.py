@@ -45,7 +45,9 @@ from keepstep.runtime.effects import (
 from keepstep.runtime.faults import text_of
 from keepstep.runtime.fields import fitted, problems_of
 from keepstep.runtime.lostanswers import is_lost
+from keepstep.runtime.masking import Masker
 from keepstep.runtime.outcome import described, error_text
+from keepstep.runtime.secretbook import by_reference
 from keepstep.runtime.watchdog import undisturbed
 from keepstep.store import effects as journal
 from keepstep.store.effects import EffectKey, EffectState
@@ -103,6 +105,7 @@ class Journal:
         step: str,
         run: str,
         codec: Codec,
+        masker: Masker,
         load: bool,
         remaining: Callable[[], float],
     ) -> None:
@@ -112,6 +115,8 @@ class Journal:
         self._step = step
         self._run = run
         self._codec = codec
+        self.masker = masker
+        """Knows the secrets that this attempt has resolved."""
         self._remaining = remaining
         self._found: dict[str, EffectState] | None = None if load else {}
         self._ids: CallIds[EffectDeclaration] = CallIds("an effect key", EffectConflict)
@@ -131,8 +136,9 @@ class Journal:
         """
         declared = declaration_of(function)
         codec = self._codec.including(*annotated_types(function))
-        values = by_name(function, arguments, named)
+        values = by_reference(by_name(function, arguments, named))
         digest = arguments_digest(function, values, codec, declared.name)
+        self.masker.refuse(key, f"${declared.name}, the key")
         id_ = self._ids.reserve(f"effect {declared.name!r}", declared.name, digest, key, declared)
         extra = {"idempotency_key": f"{self._step}/{self._run}/{id_}"}
         given, given_named = all_arguments(function, arguments, named)
@@ -244,6 +250,7 @@ class Journal:
             if left > 0:
                 self._still_may(found, left)
             return self._intended(call)
+        answer = self.masker.value(answer)
         stored = call.codec.encode(answer, path=f"${call.declared.name}.result")
         recorded = self._store.patiently(
             lambda: journal.finish(self._store, found.nonce, call.key, state=journal.DONE, result=stored)
@@ -261,7 +268,7 @@ class Journal:
     def not_looked_up(self, lookup: Lookup, error: Exception) -> NoReturn:
         """Give up on a lookup that failed: whether the effect happened stays unknown."""
         self._ids.end(lookup.call.key.call)
-        text = f"{type(error).__name__}: {error}"[:300]
+        text = self.masker.text(f"{type(error).__name__}: {error}")[:300]
         message = f"{self._told(lookup.found)}, and asking the outside failed: {text}"
         unknown = EffectUnknown(message)
         unknown.asking_failed = error
@@ -271,11 +278,12 @@ class Journal:
     # --- what came of it --------------------------------------------------------------------------------------------
 
     def succeed(self, call: Call, result: object) -> Any:
-        """Record an effect's result and return it.
+        """Record an effect's result and return it; secrets in it are masked now, as they would be on a retry.
 
         When the result cannot be stored the intent stays without one: it did happen, and a retry must not repeat it.
         """
         reach("after_call", call.key.call)
+        result = self.masker.value(result)
         with undisturbed():
             self._succeeded(call, result)
         reach("after_result", call.key.call)
@@ -315,7 +323,7 @@ class Journal:
         found = self._known()[call.key.call]
         if call.declared.lookup is not None:
             return Lookup(call, found, call.declared.lookup, *call.asking)
-        message = f"{self._told(found)} (its answer was lost: {type(error).__name__}: {text_of(error)[:300]})"
+        message = f"{self._told(found)} (its answer was lost: {type(error).__name__}: {text_of(error, self.masker.text)[:300]})"
         self._blocked = EffectUnknown(message)
         raise self._blocked from error
 
@@ -338,7 +346,7 @@ class Journal:
 
     def _failed(self, call: Call, error: BaseException) -> None:
         if not call.declared.idempotent:
-            text = error_text(described(error))
+            text = error_text(described(error, masker=self.masker))
             self._store.patiently(
                 lambda: journal.finish(self._store, self._fence.nonce, call.key, state=journal.FAILED, error=text)
             )

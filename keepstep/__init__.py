@@ -11,7 +11,19 @@ from typing import TYPE_CHECKING
 
 if TYPE_CHECKING:
     from keepstep.client import Client, Receipt
-    from keepstep.errors import AnswerLost, ChildFailed, RateLimited, SecretNotFound
+    from keepstep.errors import (
+        AnswerLost,
+        CallCancelled,
+        CallDenied,
+        CallRefused,
+        CallRejected,
+        CallTimeout,
+        ChildFailed,
+        RateLimited,
+        SecretNotFound,
+        ToolArguments,
+        UnknownTool,
+    )
     from keepstep.runtime.children import Child, ChildResult
     from keepstep.runtime.context import AsyncContext, Context
     from keepstep.runtime.effects import NOT_DONE, effect
@@ -20,6 +32,7 @@ if TYPE_CHECKING:
     from keepstep.runtime.reader import Reader
     from keepstep.runtime.secrets import Secret
     from keepstep.runtime.state import add, append
+    from keepstep.runtime.tools import Tool, tool
     from keepstep.runtime.waits import Decision, Signal
 
 __version__ = "0.1.0"
@@ -45,6 +58,15 @@ _HOMES = {
     "Reader": "keepstep.runtime.reader",
     "Secret": "keepstep.runtime.secrets",
     "SecretNotFound": "keepstep.errors",
+    "CallCancelled": "keepstep.errors",
+    "CallDenied": "keepstep.errors",
+    "CallRefused": "keepstep.errors",
+    "CallRejected": "keepstep.errors",
+    "CallTimeout": "keepstep.errors",
+    "ToolArguments": "keepstep.errors",
+    "UnknownTool": "keepstep.errors",
+    "Tool": "keepstep.runtime.tools",
+    "tool": "keepstep.runtime.tools",
     "add": "keepstep.runtime.state",
     "append": "keepstep.runtime.state",
     "Decision": "keepstep.runtime.waits",
@@ -57,6 +79,11 @@ __all__ = [
     "START",
     "AnswerLost",
     "AsyncContext",
+    "CallCancelled",
+    "CallDenied",
+    "CallRefused",
+    "CallRejected",
+    "CallTimeout",
     "Child",
     "ChildFailed",
     "ChildResult",
@@ -73,9 +100,13 @@ __all__ = [
     "SecretNotFound",
     "Send",
     "Signal",
+    "Tool",
+    "ToolArguments",
+    "UnknownTool",
     "add",
     "append",
     "effect",
+    "tool",
 ]
 
 

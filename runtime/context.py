@@ -22,12 +22,14 @@ from keepstep.runtime import performing
 from keepstep.runtime.children import Child, ChildBook
 from keepstep.runtime.codec import Codec
 from keepstep.runtime.effects import effect
+from keepstep.runtime.gateway import Gateway
 from keepstep.runtime.graph import Graph
 from keepstep.runtime.journal import Journal
 from keepstep.runtime.outcome import Parked
 from keepstep.runtime.place import Place
 from keepstep.runtime.secretbook import SecretBook
 from keepstep.runtime.secrets import Secret
+from keepstep.runtime.tools import Tool
 from keepstep.runtime.waits import Decision, Question, Signal, WaitBook, gathered
 from keepstep.store.checkpoints import NewEvent
 
@@ -44,6 +46,7 @@ class Attempt:
     children: ChildBook
     codec: Codec
     secrets: SecretBook
+    gateway: Gateway
     failures: Callable[[], Sequence[Mapping[str, Any]]]
     """What failed, and was to be continued after, in the super-step before."""
     events: list[NewEvent] = field(default_factory=list)
@@ -175,6 +178,23 @@ class Context(_Facts):
             raise InvalidInput(message)
         procedure = performing.effect(self._attempt.journal, fn, args, kwargs, key)
         return performing.perform(procedure)  # type: ignore[no-any-return]  # what fn returned
+
+    def call(self, tool: Tool[..., Any] | str, arguments: Mapping[str, Any], /, *, key: str | None = None) -> Any:
+        """Call a tool through the gateway, once, and return its result; on a retry the recorded one.
+
+        `tool`: a `Tool`, or the name of one of the graph's, as a model gives it. `arguments`: a mapping by name; what a
+        model gave is converted to the tool's types. `key` names the call, as in `effect`. Raises `UnknownTool`;
+        `ToolArguments` naming every path that does not fit; `CallDenied` when a policy forbids it; `CallRejected` when
+        people did, or did not answer in time (both are `CallRefused`); `CallCancelled` when a two-phase tool failed and
+        was cancelled; the tool's own error when it failed; what `effect` raises. The node run is put off when the call
+        is over a rate.
+        """
+        gateway = self._attempt.gateway
+        chosen = gateway.tool(tool)
+        if chosen.is_async:
+            message = f"ctx.call: tool {chosen.name!r} is async: call it in an async node, or make it a plain function"
+            raise InvalidInput(message)
+        return performing.perform(gateway.call(chosen, arguments, key))
 
     def secret(self, ref: str, /) -> Secret:
         """Return a secret: `env:NAME`, `file:/run/secrets/x`, or a name that the deployment's provider knows.
@@ -313,6 +333,10 @@ class AsyncContext(_Facts):
     @cached_property
     def _sync(self) -> Context:
         return Context(self._attempt)
+
+    async def call(self, tool: Tool[..., Any] | str, arguments: Mapping[str, Any], /, *, key: str | None = None) -> Any:
+        """Call a tool through the gateway, once; see `Context.call`. Its functions may be plain or async."""
+        return await self._acting(performing.perform_async(self._attempt.gateway.call(tool, arguments, key)))
 
     async def secret(self, ref: str, /) -> Secret:
         """Return a secret; see `Context.secret`."""

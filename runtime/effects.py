@@ -35,6 +35,10 @@ class EffectDeclaration:
     idempotent: bool
     lookup: Callable[..., Any] | None = None
     settling_seconds: float = 0.0
+    timeout_seconds: float | None = None
+    """Of one call; None: the node's own time alone."""
+    counted: bool = False
+    """Whether failures are recorded, and so how many calls were made, although it may safely happen twice."""
 
 
 class _NotDone(enum.Enum):
@@ -102,6 +106,11 @@ def _declared(
         raise GraphError(message)
     setattr(function, _DECLARED, EffectDeclaration(known, idempotent, lookup, settling_seconds))
     return function
+
+
+def redeclare(function: Callable[..., Any], declaration: EffectDeclaration) -> None:
+    """Let a function that was declared say something else about itself as an effect."""
+    setattr(function, _DECLARED, declaration)
 
 
 def declaration_of(function: Callable[..., Any]) -> EffectDeclaration:

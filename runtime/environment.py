@@ -12,6 +12,7 @@ from keepstep.errors import DatabaseUnavailable
 from keepstep.runtime.codec import Codec
 from keepstep.runtime.compiled import CompiledGraph, Node
 from keepstep.runtime.limits import RunningMax
+from keepstep.runtime.policies import Policies
 from keepstep.runtime.rates import Rates
 from keepstep.runtime.secrets import SecretSource
 from keepstep.runtime.types import TypeRegistry
@@ -65,6 +66,11 @@ class Runtime:
     def rates(self) -> Rates:
         """Asks whether a tool may be called now."""
         return Rates(self.store)
+
+    @cached_property
+    def policies(self) -> Policies:
+        """The policies of tool calls; raises `PolicyError` while they cannot be read."""
+        return Policies.load(self.settings.policies)
 
     @cached_property
     def secrets(self) -> SecretSource:

@@ -18,9 +18,9 @@ from tenacity import RetryCallState, Retrying, retry_if_result
 from keepstep.crashpoints import Died
 from keepstep.errors import (
     DatabaseUnavailable,
-    EffectPending,
     EffectUnknown,
     NodeTimeout,
+    PutOff,
     StaleLease,
     StepError,
     ThreadBlocked,
@@ -30,6 +30,7 @@ from keepstep.runtime.children import ChildBook
 from keepstep.runtime.compiled import CompiledGraph, Node
 from keepstep.runtime.context import AsyncContext, Attempt, Context
 from keepstep.runtime.environment import Runtime
+from keepstep.runtime.gateway import Gateway
 from keepstep.runtime.history import Channels
 from keepstep.runtime.journal import Journal
 from keepstep.runtime.outcome import (
@@ -176,11 +177,11 @@ def _outcome_of(error: BaseException, node_run: NodeRun, attempt: Attempt, timeo
             try:
                 attempt.journal.check_course(before="it parked")
                 attempt.journal.check_settled()
-            except (ThreadBlocked, EffectPending) as blocked:
+            except (ThreadBlocked, PutOff) as blocked:
                 return _held_up(node_run, blocked, attempt)
             node_run.events[:] = attempt.events
             return Waiting(error.waits)
-        case ThreadBlocked() | EffectPending():
+        case ThreadBlocked() | PutOff():
             return _held_up(node_run, error, attempt)
         case DatabaseUnavailable():
             # The store's failure, not the node's: it costs no attempt, and no worker waits for the store.
@@ -196,11 +197,11 @@ def _outcome_of(error: BaseException, node_run: NodeRun, attempt: Attempt, timeo
             return _failed(node_run, left, attempt)
 
 
-def _held_up(node_run: NodeRun, error: ThreadBlocked | EffectPending, attempt: Attempt) -> Outcome:
+def _held_up(node_run: NodeRun, error: ThreadBlocked | PutOff, attempt: Attempt) -> Outcome:
     """Return what becomes of an attempt that must not go on, whatever the node made of it."""
     text = described(error, masker=attempt.secrets.masker, node=node_run.run.node, run=node_run.run.id)
-    if isinstance(error, EffectPending):
-        # Nobody's failure: what may still be under way outside is given its time.
+    if isinstance(error, PutOff):
+        # Nobody's failure: what may still be under way outside, or was too much for it, is given its time.
         return Retry(error.seconds, node_run.failures, text)
     retry = node_run.node.retry
     failed = error.asking_failed if isinstance(error, EffectUnknown) else None
@@ -245,7 +246,17 @@ def _prepared(runtime: Runtime, node_run: NodeRun, deadline: float) -> Attempt:
     book = WaitBook(codec, lambda: stored_waits.of_run(runtime.store, thread.id, node_run.step, run.id) if load else [])
     children = ChildBook(runtime, fence, place, journal, book, priority=thread.priority, load=load)
     failures = functools.cache(node_run.failures_before or (lambda: run.failures))
-    attempt = Attempt(place, journal, book, children, codec, secrets, failures)
+    gateway = Gateway(
+        place,
+        journal,
+        book,
+        secrets,
+        runtime.rates,
+        lambda: runtime.policies,
+        node_run.graph.tools_at(run.node),
+        runtime.settings.retry_in_place_seconds_max,
+    )
+    attempt = Attempt(place, journal, book, children, codec, secrets, gateway, failures)
     if load:
         attempt.published = functools.cache(
             lambda: checkpoints.events_published(runtime.store, thread.id, node_run.step, fence.seq, run.id)
@@ -308,7 +319,7 @@ def _failed(node_run: NodeRun, error: BaseException, attempt: Attempt) -> Outcom
         return Retry(delay, node_run.failures, text)
     try:
         attempt.journal.check_course(before="its failure")
-    except (ThreadBlocked, EffectPending) as blocked:
+    except (ThreadBlocked, PutOff) as blocked:
         return _held_up(node_run, blocked, attempt)
     if node.on_error == "continue":
         node_run.events[:] = attempt.events

@@ -13,7 +13,7 @@ import contextlib
 import json
 import threading
 from collections.abc import Callable, Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from types import MappingProxyType
 from typing import Any, NoReturn
 
@@ -27,6 +27,7 @@ from keepstep.errors import (
     EffectPending,
     EffectUnknown,
     NodeTimeout,
+    PutOff,
     ThreadBlocked,
 )
 from keepstep.runtime.callids import CallIds
@@ -50,6 +51,7 @@ from keepstep.runtime.outcome import described, error_text
 from keepstep.runtime.secretbook import by_reference
 from keepstep.runtime.watchdog import undisturbed
 from keepstep.store import effects as journal
+from keepstep.store.calls import NewAudit
 from keepstep.store.effects import EffectKey, EffectState
 from keepstep.store.engine import Store
 from keepstep.store.leases import Fence
@@ -91,6 +93,8 @@ class Call:
     explicit_key: str | None = None
     asking: tuple[tuple[Any, ...], Mapping[str, Any]] = ((), MappingProxyType({}))
     """The arguments, positional and named, of its lookup."""
+    audit: NewAudit | None = None
+    """Written with the intent, or with the result of a call that has none."""
 
 
 class Journal:
@@ -119,8 +123,9 @@ class Journal:
         """Knows the secrets that this attempt has resolved."""
         self._remaining = remaining
         self._found: dict[str, EffectState] | None = None if load else {}
+        self._opened: set[str] = set()
         self._ids: CallIds[EffectDeclaration] = CallIds("an effect key", EffectConflict)
-        self._blocked: ThreadBlocked | EffectPending | None = None
+        self._blocked: ThreadBlocked | PutOff | None = None
         self.beside: Callable[[str], None] = lambda _before: None
         """Checks what else an earlier attempt has done that this one must ask for again (see `check_course`)."""
         self._lock = threading.RLock()
@@ -134,6 +139,12 @@ class Journal:
 
         A `Lookup` is to be asked first, and its answer given to `looked_up`, which returns one of the other two.
         """
+        return self.open(self.identify(function, arguments, named, key))
+
+    def identify(
+        self, function: Callable[..., Any], arguments: tuple[Any, ...], named: Mapping[str, Any], key: str | None
+    ) -> Call:
+        """Return which call it is, under way from now on until it is opened and has ended, or is released."""
         declared = declaration_of(function)
         codec = self._codec.including(*annotated_types(function))
         values = by_reference(by_name(function, arguments, named))
@@ -143,7 +154,7 @@ class Journal:
         extra = {"idempotency_key": f"{self._step}/{self._run}/{id_}"}
         given, given_named = all_arguments(function, arguments, named)
         ask = declared.lookup
-        call = Call(
+        return Call(
             EffectKey(self._fence.thread_id, self._step, self._run, id_),
             declared,
             digest,
@@ -154,7 +165,50 @@ class Journal:
             key,
             (given, given_named if ask is None or not wants_key(ask) else {**given_named, **extra}),
         )
+
+    def open(self, call: Call) -> Recorded | Lookup | Call:
+        """Begin a call that was identified; see `begin`."""
+        self._opened.add(call.key.call)
         return self._kept_under_way(call, lambda: self._begun(call))
+
+    def reopen(self, call: Call) -> Recorded | Lookup | Call:
+        """Begin a call again that this attempt has made and that failed."""
+        self._ids.resume(call.key.call, call.declared)
+        return self.open(call)
+
+    def release(self, call: Call) -> None:
+        """Give up a call that was identified, unless it was opened: then it is under way until its outcome is known."""
+        if call.key.call not in self._opened:
+            self._ids.end(call.key.call)
+
+    def give_up(self, call: Call) -> None:
+        """Give up a call that was opened and nothing was done of, of an effect that is safe to repeat."""
+        self._ids.end(call.key.call)
+
+    def amended(self, call: Call, function: Callable[..., Any], named: Mapping[str, Any]) -> Call:
+        """Return a call with other arguments in the place of those that it was identified by."""
+        values = by_reference(by_name(function, (), named))
+        extra = {name: value for name, value in call.asking[1].items() if name == "idempotency_key"}
+        return replace(
+            call,
+            digest=arguments_digest(function, values, call.codec, call.declared.name),
+            arguments=None if call.declared.idempotent else call.codec.encode(values, path=f"${call.declared.name}"),
+            asking=((), {**named, **extra}),
+        )
+
+    def state_of(self, call: Call) -> EffectState | None:
+        """Return what is known of a call: from earlier attempts, and from this one."""
+        return self.state(call.key.call)
+
+    def state(self, call: str) -> EffectState | None:
+        """Return what is known of the call of an id."""
+        with undisturbed():
+            return self._known().get(call)
+
+    def put_off(self, message: str, seconds: float) -> NoReturn:
+        """Put the node run off, whatever the node makes of it: nothing at risk is begun any more."""
+        self._blocked = PutOff(message, seconds=seconds)
+        raise self._blocked
 
     def _kept_under_way(self, call: Call, begin: Callable[[], Recorded | Lookup | Call]) -> Recorded | Lookup | Call:
         """Begin a call; unless it is to be made now, it is no longer under way."""
@@ -199,6 +253,8 @@ class Journal:
         if remaining <= 0:
             message = f"effect {declared.name!r} was not begun: the node's time is over"
             raise NodeTimeout(message)
+        if declared.timeout_seconds is not None:
+            remaining = min(remaining, declared.timeout_seconds)
         reach("before_intent", call.key.call)
         begun = self._store.patiently(
             lambda: journal.begin(
@@ -210,6 +266,7 @@ class Journal:
                 arguments_digest=call.digest,
                 arguments=call.arguments,
                 seconds=remaining,
+                audit=call.audit,
             )
         )
         if not begun:
@@ -301,6 +358,7 @@ class Journal:
                     name=call.declared.name,
                     arguments_digest=call.digest,
                     result=stored,
+                    audit=call.audit,
                 )
             )
         else:
@@ -323,7 +381,8 @@ class Journal:
         found = self._known()[call.key.call]
         if call.declared.lookup is not None:
             return Lookup(call, found, call.declared.lookup, *call.asking)
-        message = f"{self._told(found)} (its answer was lost: {type(error).__name__}: {text_of(error, self.masker.text)[:300]})"
+        text = text_of(error, self.masker.text)[:300]
+        message = f"{self._told(found)} (its answer was lost: {type(error).__name__}: {text})"
         self._blocked = EffectUnknown(message)
         raise self._blocked from error
 
@@ -345,8 +404,20 @@ class Journal:
             )
 
     def _failed(self, call: Call, error: BaseException) -> None:
+        text = error_text(described(error, masker=self.masker))
+        if call.declared.counted and call.declared.idempotent:
+            self._store.patiently(
+                lambda: journal.count_failure(
+                    self._store,
+                    self._fence,
+                    call.key,
+                    tenant=self._tenant,
+                    name=call.declared.name,
+                    arguments_digest=call.digest,
+                    error=text,
+                )
+            )
         if not call.declared.idempotent:
-            text = error_text(described(error, masker=self.masker))
             self._store.patiently(
                 lambda: journal.finish(self._store, self._fence.nonce, call.key, state=journal.FAILED, error=text)
             )
@@ -399,9 +470,10 @@ class Journal:
         known, name, at_risk = self._known(), call.declared.name, int(not call.declared.idempotent)
         with self._lock:
             self._ids.end(call.key.call)
+            calls = 1 if call.key.call not in known else known[call.key.call].calls + 1
             # A second call under the same explicit key in this attempt finds what the first one left.
             known[call.key.call] = EffectState(
-                call.key.call, name, state, at_risk, call.digest, result, None, self._fence.nonce, 1
+                call.key.call, name, state, at_risk, call.digest, result, None, self._fence.nonce, calls
             )
 
     def _same_call(self, found: EffectState, declared: EffectDeclaration, digest: bytes, key: str | None) -> None:

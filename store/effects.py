@@ -15,6 +15,8 @@ from sqlalchemy.dialects.postgresql import insert as postgresql_insert
 from sqlalchemy.dialects.sqlite import insert as sqlite_insert
 from sqlalchemy.sql.base import Executable
 
+from keepstep.store import calls
+from keepstep.store.calls import NewAudit
 from keepstep.store.engine import Store, Transaction
 from keepstep.store.leases import Fence
 from keepstep.store.outcomes import hold
@@ -134,13 +136,14 @@ def begin(
     arguments_digest: bytes,
     arguments: bytes | None,
     seconds: float,
+    audit: NewAudit | None = None,
 ) -> bool:
     """Record that an effect which is not safe to repeat is about to be performed; raise `StaleLease` when stale.
 
     False: nothing was recorded, because its outcome is known by now.
     """
     values = {"tenant": tenant, "name": name, "arguments_digest": arguments_digest, "arguments": arguments}
-    return _write(store, fence, key, {**values, "state": INTENT, "at_risk": 1, "seconds": seconds})
+    return _write(store, fence, key, {**values, "state": INTENT, "at_risk": 1, "seconds": seconds}, audit)
 
 
 def record(
@@ -152,20 +155,32 @@ def record(
     name: str,
     arguments_digest: bytes,
     result: bytes,
+    audit: NewAudit | None = None,
 ) -> None:
     """Record the result of an effect that is safe to repeat, and so had no intent; raise `StaleLease` when stale."""
     values = {"tenant": tenant, "name": name, "arguments_digest": arguments_digest}
-    _write(store, fence, key, {**values, "state": DONE, "result": result, "ended": 1})
+    _write(store, fence, key, {**values, "state": DONE, "result": result, "ended": 1}, audit)
+
+
+def count_failure(
+    store: Store, fence: Fence, key: EffectKey, *, tenant: str, name: str, arguments_digest: bytes, error: str
+) -> None:
+    """Record that an effect which is safe to repeat, and so had no intent, failed; raise `StaleLease` when stale."""
+    values = {"tenant": tenant, "name": name, "arguments_digest": arguments_digest}
+    _write(store, fence, key, {**values, "state": FAILED, "error": error, "ended": 1})
 
 
 _DEFAULTS = {"arguments": None, "at_risk": 0, "result": None, "error": None, "seconds": 0.0, "ended": None}
 
 
-def _write(store: Store, fence: Fence, key: EffectKey, values: dict[str, Any]) -> bool:
+def _write(store: Store, fence: Fence, key: EffectKey, values: dict[str, Any], audit: NewAudit | None = None) -> bool:
     place = {"thread_id": key.thread_id, "step": key.step, "run": key.run, "call": key.call}
     with store.transaction() as transaction:
         hold(transaction, fence)
-        return bool(transaction.rows(_BEGIN, {**place, **_DEFAULTS, **values, "nonce": fence.nonce}))
+        written = bool(transaction.rows(_BEGIN, {**place, **_DEFAULTS, **values, "nonce": fence.nonce}))
+        if written and audit is not None:
+            calls.record(transaction, audit, tenant=values["tenant"], thread_id=key.thread_id)
+        return written
 
 
 def finish(

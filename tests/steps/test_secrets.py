@@ -201,7 +201,7 @@ def test_lines_of_the_log_are_masked(deploy, capsys, as_json):
         log = ctx.log.bind(early=TEXT)  # bound before the attempt knows it
         key = ctx.secret("env:KEY").reveal()
         log.info("with %s", key)
-        ctx.log.warning("key {}".format(key), key=key, headers={"Authorization": [key.encode()]}, error=ValueError(key))
+        ctx.log.warning(f"key {key}", key=key, headers={"Authorization": [key.encode()]}, error=ValueError(key))
         try:
             _ = {}[f"no such key: {key}"]
         except KeyError:

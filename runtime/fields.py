@@ -267,11 +267,11 @@ def fitted(where: str, annotation: Any, value: object) -> Any:
 
 
 def value_of(where: str, annotation: Any) -> StateKey:
-    """Return how values of an annotation's type are checked, and fitted when they came as JSON.
+    """Return how values of an annotation's type are checked, made exactly of it, and fitted when they came as JSON.
 
     Raises `GraphError` naming `where` when the annotation cannot be checked.
     """
-    return StateKey("", _adapter(where, annotation), None, None)
+    return StateKey("", _adapter(where, annotation), None, None, normalises=True)
 
 
 def understood(annotation: Any) -> Any:

@@ -257,7 +257,14 @@ class Gateway:
             quorum=ruling.quorum,
             expires=ruling.expires_seconds,
             schema=_editable(tool.arguments, mask),
-            bound={"tool": tool.name, "version": tool.version, "call": hearing.call.key.call, "arguments": digest},
+            bound={
+                "tool": tool.name,
+                "version": tool.version,
+                "call": hearing.call.key.call,
+                "arguments": digest,
+                # Whom it was asked of is part of the answer: a ruling that asks others gets one of its own.
+                "ruling": hearing.number,
+            },
         )
         decision = self.waits.decide(question)
         said = {"approval": decision.approval, "by": decision.by}

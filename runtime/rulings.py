@@ -75,7 +75,7 @@ class Ruling:
 
 
 @effect(idempotent=True, name="keepstep.ruling")
-def _ruling(tool: str, version: str, arguments: bytes) -> None:
+def _ruling(tool: str, arguments: bytes) -> None:
     """What a ruling is about: rulings are of one call, and other arguments are another call."""
 
 
@@ -86,8 +86,9 @@ class Hearing:
         self._journal = journal
         self._tool = tool
         self._thread = thread
-        self._number = 0
-        self._about = {"tool": tool.name, "version": tool.version, "arguments": call.digest}
+        self.number = 0
+        """How many rulings there were so far."""
+        self._about = {"tool": tool.name, "arguments": call.digest}
         self.call = call
         """The call, with the arguments that it was asked for with."""
 
@@ -107,7 +108,7 @@ class Hearing:
         call = self._identified()
         begun = self._journal.open(call)
         if isinstance(begun, Recorded):
-            self._number += 1
+            self.number += 1
             return Ruling(**begun.result)
         self._journal.give_up(call)
         return None
@@ -116,14 +117,14 @@ class Hearing:
         """Record a ruling, and with it what the audit says: `action` and what it adds to `detail`."""
         call = self._identified()
         if action is not None:
-            call = replace(call, audit=self.audit(action, f"{self.key}#{self._number}", ruling, detail or {}))
+            call = replace(call, audit=self.audit(action, f"{self.key}#{self.number}", ruling, detail or {}))
         begun = self._journal.open(call)
         if not isinstance(begun, Recorded):
             self._journal.succeed(call, asdict(ruling))
-        self._number += 1
+        self.number += 1
 
     def _identified(self) -> Call:
-        return self._journal.identify(_ruling, (), self._about, f"{self.call.key.call}#{self._number}")
+        return self._journal.identify(_ruling, (), self._about, f"{self.call.key.call}#{self.number}")
 
     def audit(self, action: str, key: str, ruling: Ruling, detail: Mapping[str, Any]) -> NewAudit:
         """Return what the audit says of the call."""

@@ -79,7 +79,7 @@ class Arguments:
             values = self._by_type(values, problems)
         if not problems and self._validator is not None:
             problems += [_told(each) for each in self._validator.iter_errors(values)]
-        if not problems:
+        if self._adapter is None or not problems:
             values = {
                 name: attempt(self._arguments[name].key.fit, value, f"$.{name}", problems)
                 for name, value in values.items()
@@ -110,7 +110,8 @@ def parameters_of(tool: str, function: Callable[..., Any]) -> Mapping[str, inspe
         raise GraphError(message) from error
     for each in parameters.values():
         if each.kind in _VARIADIC:
-            message = f"tool {tool!r}: parameter {str(each)!r} takes anything; name every argument"
+            stars = "*" if each.kind is each.VAR_POSITIONAL else "**"
+            message = f"tool {tool!r}: parameter {stars}{each.name} takes anything; name every argument"
             raise GraphError(message)
         if each.kind is each.POSITIONAL_ONLY:
             message = f"tool {tool!r}: parameter {each.name!r} is positional-only; arguments are given by name"

@@ -114,12 +114,12 @@ def test_arguments_that_do_not_fit_call_nothing_and_name_every_path(deploy):
     d = deploy(acts(body))
     d.start()
     assert d.drain() == "done"
-    assert caught == [
-        "the arguments do not fit tool 'pay': $.key: unknown argument (known: order, amount); "
-        "$.timeout: unknown argument (known: order, amount)",
-        "the arguments do not fit tool 'pay': $.order: missing",
-        "the arguments of tool 'pay' must be a mapping, not list",
-    ]
+    unfit = "the arguments do not fit tool 'pay': "
+    assert caught[0] == (
+        f"{unfit}$.key: unknown argument (known: order, amount); $.timeout: unknown argument (known: order, amount); "
+        "$.order: Input should be a valid string; $.amount: Input should be a valid decimal"
+    )
+    assert caught[1:] == [f"{unfit}$.order: missing", "the arguments of tool 'pay' must be a mapping, not list"]
     assert outside.calls == []
     assert d.effects() == []
 

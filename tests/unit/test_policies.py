@@ -13,7 +13,7 @@ from functools import partial
 import pytest
 import structlog
 
-from keepstep.runtime.policies import NO_POLICIES, Obligations, Policies, PolicyDecision
+from keepstep.runtime.policies import NO_POLICIES, Obligations, Policies, PolicyDecision, _why
 from tests.unit.policy_samples import CALL, PERMIT, decided, forbid_when, permit_when, permits, write
 
 
@@ -144,6 +144,10 @@ def test_a_policy_that_forbids_has_decided_beside_one_that_cannot_be_evaluated(d
 def test_a_condition_of_another_tool_is_not_evaluated(decide):
     text = f'{PERMIT}forbid(principal, action, resource == Tool::"other") when {{ context.arguments.nothing }};'
     assert decide(text).verdict == "allow"
+
+
+def test_an_error_that_cedar_may_have_one_day_shows_no_value_either():
+    assert _why("cannot do anything with `hunter2`") == "Cedar gave up on it"
 
 
 def test_no_reason_shows_an_arguments_value(decide):

@@ -238,6 +238,15 @@ def test_verdict_policies_and_roles_are_compared(folder, capsys):
     ]
 
 
+def test_numbers_of_cases_are_just_as_written(folder, capsys):
+    amount = "922337203685477.5807"  # a float would be 922337203685477.6
+    condition = f'context.arguments.amount == decimal("{amount}")'
+    (folder / "payments.cedar").write_text(f"permit(principal, action, resource) when {{ {condition} }};")
+    case = f'[[case]]\nname = "n"\ntool = "x"\nrisk = "low"\nexpect = "allow"\narguments = {{amount = {amount}}}\n'
+    (folder / "tests.toml").write_text(case)
+    assert document(capsys, "test")["cases"][0]["reason"] == "permitted by payments.cedar:1"
+
+
 def test_the_cases_of_one_file_stand_beside_it(folder, capsys):
     (folder / "tests.toml").write_text("broken")
     (folder / "payments.tests.toml").write_text(CASES)

@@ -13,7 +13,7 @@ from functools import partial
 import pytest
 import structlog
 
-from keepstep.runtime.policies import NO_POLICIES, Obligations, Policies, PolicyDecision
+from keepstep.runtime.policies import NO_POLICIES, Obligations, Policies, PolicyDecision, _why
 from tests.unit.policy_samples import CALL, PERMIT, decided, forbid_when, permit_when, permits, write
 
 
@@ -144,6 +144,10 @@ def test_a_policy_that_forbids_has_decided_beside_one_that_cannot_be_evaluated(d
 def test_a_condition_of_another_tool_is_not_evaluated(decide):
     text = f'{PERMIT}forbid(principal, action, resource == Tool::"other") when {{ context.arguments.nothing }};'
     assert decide(text).verdict == "allow"
+
+
+def test_an_error_that_cedar_may_have_one_day_shows_no_value_either():
+    assert _why("cannot do anything with `hunter2`") == "Cedar gave up on it"
 
 
 def test_no_reason_shows_an_arguments_value(decide):
@@ -367,7 +371,11 @@ def test_a_child_process_goes_on_though_a_thread_was_looking(load, tmp_path, clo
     clock.now += 1.1
     child = os.fork()
     if child == 0:
-        os._exit(0 if policies.decide(CALL).verdict == "deny" else 1)
+        code = 2
+        try:
+            code = 0 if policies.decide(CALL).verdict == "deny" else 1
+        finally:
+            os._exit(code)
     assert os.waitstatus_to_exitcode(os.waitpid(child, 0)[1]) == 0
     assert policies.decide(CALL).verdict == "allow"  # here the other thread still looks, and nobody waits for it
 

@@ -91,8 +91,8 @@ def test_an_argument_is_what_cedar_has_for_it(decide, value, condition):
 INEXACT = [
     Decimal("12.34567"),
     Decimal("922337203685477.5808"),
-    Decimal("1E+1000000"),
-    Decimal("1E-1000000"),
+    Decimal("1E+999999999999"),
+    Decimal("1E-999999999999"),
     Decimal("NaN"),
     Decimal("-Infinity"),
     float("inf"),

@@ -200,7 +200,8 @@ def test_lines_of_the_log_are_masked(deploy, capsys, as_json):
     def body(ctx):
         log = ctx.log.bind(early=TEXT)  # bound before the attempt knows it
         key = ctx.secret("env:KEY").reveal()
-        log.info("with %s", key)
+        with structlog.contextvars.bound_contextvars(request=key):
+            log.info("with %s", key)
         headers = {"Authorization": [key.encode()]}
         ctx.log.warning(f"key {key}", key=key, headers=headers, error=ValueError(key))  # noqa: G004  as nodes do
         try:

@@ -124,7 +124,7 @@ class Hearing:
         self.number += 1
 
     def _identified(self) -> Call:
-        return self._journal.identify(_ruling, (), self._about, f"{self.call.key.call}#{self.number}")
+        return self._journal.identify(_ruling, (), self._about, f"{self._tool.name}/{self.suffix}#{self.number}")
 
     def audit(self, action: str, key: str, ruling: Ruling, detail: Mapping[str, Any]) -> NewAudit:
         """Return what the audit says of the call."""

@@ -42,7 +42,8 @@ class SecretBook:
 
     def logger(self, name: str) -> Any:
         """Return a structured logger whose lines show none of these secrets, also those resolved later."""
-        processors = [self._without_secrets, *structlog.get_config()["processors"]]
+        merged = structlog.contextvars.merge_contextvars  # what is merged later would not be masked
+        processors = [merged, self._without_secrets, *structlog.get_config()["processors"]]
         return structlog.wrap_logger(None, processors=processors, logger_factory_args=(name,))
 
     def _without_secrets(self, _logger: Any, _method: str, event: MutableMapping[str, Any]) -> Mapping[str, Any]:

@@ -25,6 +25,8 @@ P = ParamSpec("P")
 R = TypeVar("R")
 
 _DECLARED = "__keepstep_effect__"
+TOOL = "__keepstep_tool__"
+"""What says of an object that it is a tool, which has no other way out than the gateway."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -115,6 +117,9 @@ def redeclare(function: Callable[..., Any], declaration: EffectDeclaration) -> N
 
 def declaration_of(function: Callable[..., Any]) -> EffectDeclaration:
     """Return what a function declares; one that declares nothing is at risk, under its own name."""
+    if getattr(function, TOOL, False):
+        message = f"{getattr(function, '__name__', function)!r} is a tool: call it by ctx.call"
+        raise InvalidInput(message)
     found = getattr(function, _DECLARED, None)
     if isinstance(found, EffectDeclaration):
         return found

@@ -57,6 +57,7 @@ class Phase:
 class Tool(Generic[P, R]):
     """A tool: call it by `ctx.call(tool, arguments)`, or directly, as the function that it is, in a unit test."""
 
+    __keepstep_tool__ = True
     prepare_phase: Phase | None = None
     commit_phase: Phase | None = None
     cancel_phase: Phase | None = None

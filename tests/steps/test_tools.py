@@ -413,6 +413,16 @@ def test_an_async_tool_needs_an_async_node(deploy):
     assert d.effects() == []
 
 
+def test_there_is_no_way_past_the_gateway(deploy):
+    outside = Outside()
+    pay = paying(outside)
+    d = deploy(acts(lambda ctx: ctx.effect(pay, "7", Decimal(1))))
+    d.start()
+    assert d.drain() == "failed"
+    assert d.error == ("invalid_input", "'pay' is a tool: call it by ctx.call")
+    assert outside.calls == []
+
+
 def test_concurrent_calls_in_an_async_node(deploy):
     outside = Outside()
 

@@ -270,9 +270,8 @@ class Gateway:
         said = {"approval": decision.approval, "by": decision.by}
         if not decision.approved:
             verdict = "expired" if decision.verdict == "expired" else "reject"
-            if hearing.next() is None:
-                detail = {**said, "verdict": verdict, "arguments": digest}
-                hearing.add(replace(ruling, verdict=REJECTED), "call_rejected", detail)
+            detail = {**said, "verdict": verdict, "arguments": digest}
+            hearing.add(replace(ruling, verdict=REJECTED), "call_rejected", detail)
             raise _rejected(tool, decision, verdict)
         if decision.arguments is seen:
             return _Admitted(arguments, ruling, decision)

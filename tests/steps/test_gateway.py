@@ -275,6 +275,22 @@ def test_an_edit_that_others_must_approve_is_asked_of_them(deploy, policies):
     assert called["by"] == "bea"
 
 
+def test_who_approved_something_else_has_not_approved_what_came_of_it(deploy, policies):
+    outside = Outside()
+    pay = paying(outside)
+    d = deploy(acts(lambda ctx: refused(ctx, pay, LARGE)), policies=policies.write(POLICIES + HUGE))
+    d.start()
+    d.drain()
+    for by, to, amount in (("anna", "finance", "9000.00"), ("bea", "boss", "80.00"), ("carl", "finance", None)):
+        assert d.drain() == "waiting"
+        assert d.approvals()[0].to == [to]
+        d.decide(by=by, arguments=None if amount is None else {"order": "7", "amount": amount})
+    assert d.drain() == "done"
+    assert outside.calls == [("7", Decimal("80.00"))]
+    [called] = audited(d, "call")
+    assert called["by"] == "carl"
+
+
 @pytest.mark.parametrize(
     ("edit", "said"),
     [
@@ -700,6 +716,29 @@ def test_a_call_over_the_rate_puts_the_node_off(timed, clock):
     d.sweep()
     assert d.drain() == "done"
     assert [order for order, _ in outside.calls] == ["0", "1", "2"]
+
+
+def test_what_was_called_takes_no_other_turn_and_needs_no_secret(timed, monkeypatch):
+    monkeypatch.setenv("BANK_KEY", "s3cr3t-of-the-bank")
+    outside = Outside()
+
+    @tool(rate="1/h", secrets={"api_key": "env:BANK_KEY"})
+    def pay(order: str, api_key: str) -> str:
+        outside.calls.append(order)
+        return "paid"
+
+    def body(ctx):
+        answer = ctx.call(pay, {"order": "7"})
+        if ctx.attempt == 1:
+            raise Killed
+        return answer
+
+    d = timed(acts(body))
+    killed(d)
+    released(d)
+    monkeypatch.delenv("BANK_KEY")
+    assert d.drain() == "done"
+    assert outside.calls == ["7"]
 
 
 def test_the_rate_of_one_tenant_is_nobody_elses(timed):

@@ -201,6 +201,27 @@ def test_what_is_denied_at_the_second_look_is_cancelled(deploy, tmp_path):
     assert d.values()["log"] == [["call_denied", "tool 'transfer' was not called: forbidden by none"]]
 
 
+def test_what_was_prepared_before_there_were_policies_is_cancelled_by_them(deploy, monkeypatch, tmp_path):
+    bank = Bank()
+    left = [Killed()]
+
+    def hook(reached, detail):
+        if reached == "after_result" and detail.startswith("transfer.prepare:") and left:
+            raise left.pop()
+
+    monkeypatch.setattr(crashpoints, "hook", hook)
+    d = deploy(acts(lambda ctx: told(ctx, transfer, ASKED)))
+    transfer = transferring(bank, approve=False)
+    killed(d)
+    released(d)
+    policies = tmp_path / "p.cedar"
+    policies.write_text('@id("none") forbid(principal, action, resource);')
+    d.settings = d.settings.model_copy(update={"policies": str(policies)})
+    assert d.drain(d.worker_of(pid=2)) == "done"
+    assert bank.calls == ["prepare", "cancel"]
+    assert d.values()["log"][0][0] == "call_denied"
+
+
 def test_what_is_denied_at_once_is_not_prepared(deploy, tmp_path):
     bank = Bank()
     policies = tmp_path / "p.cedar"

@@ -114,7 +114,7 @@ class Hearing:
         return None
 
     def add(self, ruling: Ruling, action: str | None = None, detail: Mapping[str, Any] | None = None) -> None:
-        """Record a ruling, unless it is recorded; with it what the audit says: `action`, and `detail` beside the rest."""
+        """Record a ruling, unless it is; with it what the audit says: `action`, and `detail` beside the rest."""
         call = self._identified()
         if action is not None:
             call = replace(call, audit=self.audit(action, f"{self.key}#{self.number}", ruling, detail or {}))

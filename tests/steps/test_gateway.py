@@ -7,7 +7,7 @@ from decimal import Decimal
 from typing import Annotated, Any
 
 import pytest
-from pydantic import AfterValidator
+from pydantic import AfterValidator, Field
 
 from keepstep import CallDenied, CallRefused, CallRejected, RateLimited, Retry, Secret, ToolArguments, tool
 from keepstep.errors import StateError
@@ -313,6 +313,19 @@ def test_an_edit_that_does_not_fit_the_tool_is_refused_at_the_door(deploy, polic
     assert outside.calls == []
 
 
+def test_an_edit_past_a_limit_of_the_tools_schema_is_refused_at_the_door(deploy):
+    @tool(approve=True)
+    def pay(amount: Annotated[int, Field(ge=1)]) -> None:
+        """Pay."""
+
+    d = deploy(acts(lambda ctx: ctx.call(pay, {"amount": 2})))
+    d.start()
+    d.drain()
+    with pytest.raises(StateError, match=r"\$\.arguments\.amount: does not fit the question's schema \(minimum\)"):
+        d.decide(arguments={"amount": 0})
+    assert d.thread.status == "waiting"
+
+
 def test_an_edit_that_only_the_tool_can_refuse_is_refused_before_the_call(deploy):
     outside = Outside()
 
@@ -436,6 +449,23 @@ def test_a_policy_that_asks_somebody_else_by_now(deploy, policies):
     other = d.worker_of(pid=2)
     assert d.drain(other) == "waiting"
     assert [approval.to for approval in d.approvals()] == [["boss"]]
+    d.decide(by="bea")
+    assert d.drain(other) == "done"
+    assert outside.calls == [("7", Decimal("120.00"))]
+
+
+def test_a_policy_that_asks_more_people_by_now(deploy, policies):
+    outside = Outside()
+    pay = paying(outside)
+    d = deploy(acts(lambda ctx: refused(ctx, pay, LARGE)), policies=policies.write(POLICIES))
+    d.start()
+    d.drain()
+    d.decide()
+    policies.write(POLICIES.replace('@approve("finance")', '@approve("finance") @quorum("2")'))
+    other = d.worker_of(pid=2)
+    assert d.drain(other) == "waiting"
+    d.decide(by="anna")
+    assert outside.calls == []
     d.decide(by="bea")
     assert d.drain(other) == "done"
     assert outside.calls == [("7", Decimal("120.00"))]

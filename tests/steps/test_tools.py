@@ -353,7 +353,7 @@ def test_an_idempotent_call_past_its_timeout_is_made_again(deploy):
 
 
 def test_the_nodes_own_time_goes_on_after_a_calls(deploy):
-    @tool(timeout=20, idempotent=True)
+    @tool(timeout=0.3, idempotent=True)
     def read(order: str) -> str:
         return "read"
 
@@ -361,7 +361,7 @@ def test_the_nodes_own_time_goes_on_after_a_calls(deploy):
         ctx.call(read, {"order": "7"})
         threading.Event().wait(30)
 
-    d = deploy(acts(body, timeout=0.3))
+    d = deploy(acts(body, timeout=0.6))
     d.start()
     assert d.drain() == "failed"
     assert d.error[0] == "node_timeout"
@@ -411,6 +411,26 @@ def test_an_async_tool_needs_an_async_node(deploy):
     assert d.drain() == "failed"
     assert "is async" in d.error[1]
     assert d.effects() == []
+
+
+def test_a_node_cannot_swallow_that_a_call_was_cut_off(deploy):
+    class Odd(BaseException):
+        """Neither an error nor a death."""
+
+    @tool
+    def pay(order: str) -> None:
+        raise Odd
+
+    def body(ctx):
+        try:
+            return ctx.call(pay, {"order": "7"})
+        except Odd:
+            return "went on"
+
+    d = deploy(acts(body))
+    d.start()
+    assert d.drain() == "blocked"
+    assert d.error[0] == "effect_unknown"
 
 
 def test_there_is_no_way_past_the_gateway(deploy):

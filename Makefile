@@ -26,16 +26,19 @@ SEED ?=
 
 say = printf '%-9s%s\n' "$(1)" "$(2)"
 
-.PHONY: help run dev test bench simulate chaos mutants lint lint-ruff lint-types lint-imports lint-files lock clean
+.PHONY: help run demo-payments dev test bench simulate chaos mutants lint lint-ruff lint-types lint-imports lint-files lock clean
 
 help: ## this list
 	@printf 'Targets:\n'
 	@sed -n 's/^\([a-z][a-z-]*\):[^#]*## /\1\t/p' Makefile | while IFS=$$'\t' read -r name text; do \
-		printf '  %-9s%s\n' "$$name" "$$text"; done
-	@printf 'Variables: PYTHON (makes the environment), PYTEST_ARGS (make test PYTEST_ARGS="-k lease -x"),\n  SEEDS, SEED (make simulate)\n'
+		printf '  %-15s%s\n' "$$name" "$$text"; done
+	@printf 'Variables: PYTHON (makes the environment), PYTEST_ARGS (make test PYTEST_ARGS="-k lease -x"),\n  SEEDS (make simulate), SEED (make simulate, make demo-payments)\n'
 
 run: $(VENV)/.runnable ## an agent audits the licences of this environment, on two workers of which one is killed
 	@$(BIN)/python -m examples.licence_audit
+
+demo-payments: $(VENV)/.examples ## refunds are paid by workers that are killed, at a bank that shows its own ledger; SEED=7 repeats one
+	@$(BIN)/python -m examples.payments $(if $(SEED),--seed $(SEED))
 
 dev: $(VENV)/.installed $(LINKS) ## the environment in .venv: locked dependencies, Keepstep editable
 
@@ -91,7 +94,8 @@ lock: dev ## resolve pyproject.toml afresh into requirements/*.lock (the only ta
 	@compile="$(BIN)/uv pip compile --quiet --universal --python-version 3.11 --generate-hashes --no-header --no-annotate"; \
 		$$compile --upgrade pyproject.toml -o requirements/run.lock; \
 		$$compile --upgrade pyproject.toml -c requirements/run.lock --group dev -o requirements/dev.lock; \
-		$$compile --upgrade -c requirements/dev.lock --group build -o requirements/build.lock
+		$$compile --upgrade -c requirements/dev.lock --group build -o requirements/build.lock; \
+		$$compile --upgrade -c requirements/dev.lock --group examples -o requirements/examples.lock
 
 clean: ## remove what these targets made
 	@rm -rf $(VENV) build dist ./*.egg-info .mypy_cache .ruff_cache .pytest_cache .import_linter_cache .hypothesis
@@ -105,7 +109,7 @@ define environment
 	@'$(PYTHON)' -c 'import sys; sys.exit(sys.version_info < (3, 11))' || { \
 		echo "Keepstep needs Python 3.11 or newer; $(PYTHON) is $$('$(PYTHON)' -V 2>&1 || true)" >&2; exit 1; }
 	@$(call say,venv,$$('$(PYTHON)' -V) in $(VENV))
-	@rm -f $(VENV)/.locked $(VENV)/.installed $(VENV)/.runnable
+	@rm -f $(VENV)/.locked $(VENV)/.installed $(VENV)/.runnable $(VENV)/.examples
 	@'$(PYTHON)' -m venv --clear $(VENV)
 	@$(call say,venv,installing the locked packages ($(shell cat $(1) | grep -c '^[a-z]'); $(2) the first time))
 	@$(PIP) install --require-hashes --no-deps $(addprefix -r ,$(1))
@@ -129,6 +133,11 @@ $(VENV)/.installed: $(VENV)/.locked pyproject.toml
 $(VENV)/.runnable: requirements/run.lock requirements/build.lock pyproject.toml
 	$(if $(wildcard $(VENV)/.installed),@$(MAKE) dev,$(call environment,requirements/run.lock requirements/build.lock,half a minute))
 	$(if $(wildcard $(VENV)/.installed),,$(editable))
+	@touch $@
+
+# What the examples need beside that: the tools' environment has it.
+$(VENV)/.examples: $(VENV)/.runnable requirements/examples.lock
+	$(if $(wildcard $(VENV)/.installed),@$(MAKE) dev,@$(PIP) install --require-hashes --no-deps -r requirements/examples.lock)
 	@touch $@
 
 # Type checkers do not see through the import hook of an editable install; through links they see one package.

@@ -17,7 +17,7 @@ from typing import TYPE_CHECKING, Any, Literal, Self
 
 import kombu
 
-from keepstep import blockage, errors, ids
+from keepstep import blockage, errors, ids, outbox, signing
 from keepstep import broker as brokers
 from keepstep.jsonvalue import checked_json
 from keepstep.link import Link, Replies
@@ -57,14 +57,17 @@ class Receipt:
 
     id: str
     """The command's id: a message with the same id is the same command."""
-    _replies: Replies = field(repr=False)
+    _replies: Replies | None = field(repr=False)
 
     def accepted(self, timeout: float = 10.0) -> Reply:
         """Wait up to `timeout` seconds until a worker has accepted the command, and return what it said.
 
         Raises the worker's typed error when it refused, and `NotConfirmed` when none said anything in time. Replies
-        are kept for ten minutes.
+        are kept for ten minutes. Of a start that stands in an outbox nothing is known here: `NotConfirmed` at once.
         """
+        if self._replies is None:
+            message = f"command {self.id} stands in your outbox: a relay sends it when your transaction has committed"
+            raise errors.NotConfirmed(message)
         reply = self._replies.wait(self.id, timeout)
         if reply.get("status") != "accepted":
             error = reply.get("error") or {}
@@ -79,6 +82,9 @@ class Client:
     that time the broker is tried again, then `BrokerUnavailable` is raised. With `confirm`, a verb returns when a
     worker has accepted the command and raises the typed error when it was refused; until then the command is sent again
     with the same id, and after `timeout` seconds `NotConfirmed` is raised.
+
+    Where the settings name a `signing_key`, commands are signed: as the word of whoever a verb names with `by`, else of
+    `principal` (the key's id when there is none), who has these `roles`.
     """
 
     def __init__(
@@ -88,6 +94,8 @@ class Client:
         tenant: str | None = None,
         application: str = "default",
         settings: Settings | None = None,
+        principal: str | None = None,
+        roles: Sequence[str] = (),
         confirm: bool = False,
         timeout: float = 5.0,
     ) -> None:
@@ -98,6 +106,11 @@ class Client:
         self._bytes_max = settings.message_bytes_max
         self._tenant = ids.checked_name("tenant", settings.tenant if tenant is None else tenant)
         self._application = ids.checked_name("application", application)
+        self._principal = principal
+        self._roles = tuple(roles)
+        self._signer = None
+        if settings.signing_key:
+            self._signer = signing.Signer.load(settings.signing_key, audience=settings.audience)
         self._confirm = confirm
         self._timeout = timeout
         self._begin()
@@ -124,15 +137,21 @@ class Client:
         if_running: Literal["queue", "reject"] = "queue",
         step_limit: int | None = None,
         priority: Priority | None = None,
+        connection: object = None,
     ) -> Receipt:
         """Give `thread` of `graph` an input, which makes a run; the thread is made when it is not there.
 
         `input` is what JSON can say; the graph's state schema makes dates, decimals and so on of strings. Two starts
         with one `request_id` are one run. `if_running` says what a thread does whose run has not ended. `priority` is
         the thread's from now on: `high` goes before `normal`, `low` after it; None leaves what it has, `normal`.
+
+        With a `connection` to your own database (DB-API, SQLAlchemy's Connection or Session, Django's) nothing is sent:
+        the start is written to the table `keepstep_outbox` there, in the transaction that the connection is in. It is
+        sent by a relay if and when that commits, and never when it does not (docs/producers.md).
         """
         return self._send(
             "start",
+            written_with=connection,
             graph=graph,
             thread=thread,
             application=self._application,
@@ -294,9 +313,10 @@ class Client:
         *,
         id: str | None = None,  # noqa: A002  the message's word
         nullable: Mapping[str, Any] | None = None,
+        written_with: object = None,
         **fields: Any,
     ) -> Receipt:
-        """Send one command: `fields` that are None are left out, those of `nullable` are not."""
+        """Send or write one command: `fields` that are None are left out, those of `nullable` are not."""
         message = {
             "v": _VERSION,
             "verb": verb,
@@ -309,18 +329,32 @@ class Client:
             if name in message:
                 ids.checked_name(name, message[name])
         checked_json(message)
-        body = json.dumps(message, ensure_ascii=False, allow_nan=False, separators=(",", ":")).encode()
+        sent, signer = message, self._signer
+        if signer is not None:
+            principal = message.get("by") or self._principal or signer.kid
+            sent = signer.signed(message, principal=principal, roles=self._roles)
+        body = json.dumps(sent, ensure_ascii=False, allow_nan=False, separators=(",", ":")).encode()
         if len(body) > self._bytes_max:
             text = f"the {verb} message has {len(body)} bytes; message_bytes_max allows {self._bytes_max}"
             raise errors.TooLarge(text)
-        if os.getpid() != self._pid:
-            self._begin()  # a forked child must not talk on its parent's sockets
+        if written_with is not None:
+            outbox.write(written_with, message["id"], body)
+            return Receipt(message["id"], None)
         deadline = time.monotonic() + self._timeout
-        receipt = Receipt(message["id"], self._replies)
-        self._publish(receipt.id, body, deadline)
+        receipt = self._published(message["id"], body, deadline)
         if self._confirm:
             self._confirmed(receipt, body, deadline)
         return receipt
+
+    def forward(self, command_id: str, body: bytes) -> Receipt:
+        """Send a command that was written before, as it stands in an outbox; `body` is the whole message."""
+        return self._published(command_id, body, time.monotonic() + self._timeout)
+
+    def _published(self, command_id: str, body: bytes, deadline: float) -> Receipt:
+        if os.getpid() != self._pid:
+            self._begin()  # a forked child must not talk on its parent's sockets
+        self._publish(command_id, body, deadline)
+        return Receipt(command_id, self._replies)
 
     def _publish(self, command_id: str, body: bytes, deadline: float) -> None:
         if not self._sending.acquire(timeout=max(deadline - time.monotonic(), 0)):

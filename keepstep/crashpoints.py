@@ -28,6 +28,8 @@ POINTS: Final = {
     "after_intent": "the intent is committed, nothing was called",
     "after_call": "the effect happened, its result is not recorded",
     "after_result": "the effect's result is committed",
+    "before_undo": "a run has failed, an effect of it is about to be undone, nothing of that is recorded",
+    "after_undo": "an effect is undone and that is recorded, the thread does not know it yet",
     "before_spawn": "a child is asked for, nothing of it is recorded",
     "after_spawn": "the wish for a child is committed, its thread is not there",
     "after_child_start": "the child's thread is committed, its first step is not nudged",

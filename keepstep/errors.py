@@ -134,6 +134,18 @@ class Conflict(InvalidInput):
     code = "conflict"
 
 
+class Unauthenticated(InvalidInput):
+    """It is not known who sent this."""
+
+    code = "unauthenticated"
+
+
+class Forbidden(InvalidInput):
+    """Whoever sent this may not."""
+
+    code = "forbidden"
+
+
 class RunInProgress(Conflict):
     """The thread has a run that has not ended."""
 
@@ -156,6 +168,12 @@ class WrongStatus(Conflict):
     """The thread's status does not allow that."""
 
     code = "wrong_status"
+
+
+class RunUndone(WrongStatus):
+    """What the run did was undone: the thread can be given another run, but this one cannot go on."""
+
+    code = "run_undone"
 
 
 class StepRunning(Conflict):
@@ -234,6 +252,8 @@ class AnswerLost(StepError):
     """
 
     code = "answer_lost"
+    # Of an effect that may be repeated, and of a lookup; one at risk never comes to a retry without being asked about.
+    retryable = True
 
 
 class CallTimeout(AnswerLost):
@@ -344,6 +364,18 @@ class Diverged(ThreadBlocked):
     """A retry went another way than the attempt before it."""
 
     code = "diverged"
+
+
+class UndoUnavailable(ThreadBlocked):
+    """The function that undoes an effect is not known to the worker."""
+
+    code = "undo_unavailable"
+
+
+class UndoFailed(ThreadBlocked):
+    """An effect of a failed run could not be undone, and has no attempts left."""
+
+    code = "undo_failed"
 
 
 class WorkerLost(ThreadBlocked):

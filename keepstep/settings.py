@@ -38,6 +38,18 @@ class Settings(BaseSettings):
     """Modules (`package.module`) or files (`agent.py`) whose `Graph` objects a worker carries; comma-separated."""
     tenant: str = "default"
     """The tenant of a client or CLI that names none."""
+    outboxes: Annotated[tuple[str, ...], NoDecode] = ()
+    """SQLAlchemy URLs of producers' databases whose outbox a worker relays; comma-separated."""
+    signing_key: str = ""
+    """File with the private JSON Web Key that a client and the CLI sign their commands with; empty: they sign none."""
+    trusted_keys: str = ""
+    """File with the JSON Web Key Set of those whose signed commands a worker takes; empty: it takes unsigned ones."""
+    accept_unsigned: bool = False
+    """With `trusted_keys`: take unsigned commands all the same, while senders are changed over."""
+    audience: str = "keepstep"
+    """The audience (`aud`) of signed commands: a deployment's own name, so that none is taken by another."""
+    signature_backlog_seconds: Seconds = 7 * 86400.0
+    """A signed command is taken this long after its end (`exp`): a queue may have been away. It counts once even so."""
     queue: str = "keepstep"
     """Prefix of every queue's name, so that deployments can share a broker."""
 
@@ -83,7 +95,7 @@ class Settings(BaseSettings):
     signal_ttl_seconds: Seconds = 7 * 86400.0
     """How long a signal waits for somebody to ask for it."""
 
-    @field_validator("graphs", mode="before")
+    @field_validator("graphs", "outboxes", mode="before")
     @classmethod
     def _split(cls, value: object) -> object:
         return tuple(part.strip() for part in value.split(",") if part.strip()) if isinstance(value, str) else value

@@ -6,6 +6,7 @@ resending clients deliver it, is one command.
 
 from __future__ import annotations
 
+import functools
 import hashlib
 import json
 from collections.abc import Callable
@@ -19,9 +20,11 @@ from keepstep.errors import (
     ApprovalExpired,
     Conflict,
     DuplicateRow,
+    Forbidden,
     InvalidInput,
     NotFound,
     RunInProgress,
+    RunUndone,
     TooLarge,
     UnknownGraph,
     WrongStatus,
@@ -34,10 +37,11 @@ from keepstep.runtime.codec import view
 from keepstep.runtime.compiled import CompiledGraph
 from keepstep.runtime.environment import Runtime
 from keepstep.runtime.outcome import error_text
+from keepstep.runtime.principals import Principal
 from keepstep.store import signals, threads, waits
 from keepstep.store.engine import Transaction
 from keepstep.store.leases import Nudge
-from keepstep.store.schema import BLOCKED, CANCELLED, ENDED, FAILED, WAITING
+from keepstep.store.schema import BLOCKED, CANCELLED, ENDED, FAILED, UNDONE, WAITING
 from keepstep.store.threads import NewRun, ThreadState
 from keepstep.store.waits import ApprovalState, DecisionState
 
@@ -58,6 +62,7 @@ class StartMessage(Protocol):
     if_running: str
     step_limit: int | None
     priority: str | None
+    by: str | None
 
 
 class DecideMessage(Protocol):
@@ -84,6 +89,7 @@ class SignalMessage(Protocol):
     name: str
     key: str | None
     payload: Any
+    by: str | None
 
 
 class EditMessage(Protocol):
@@ -138,8 +144,8 @@ class Accepted:
     """To be published now."""
 
 
-def accept(runtime: Runtime, message: Any) -> Accepted:
-    """Apply a command; return what was accepted, after its commit.
+def accept(runtime: Runtime, message: Any, principal: Principal | None = None) -> Accepted:
+    """Apply a command; return what was accepted, after its commit. `principal`: whose word it is, when it is signed.
 
     Raises the typed error that its sender is to get: `UnknownGraph`, `StateError`, `NotFound`, `Ambiguous`,
     `Conflict` and its kinds; then nothing was written. Raises `DatabaseUnavailable` when nothing is known yet, and
@@ -147,7 +153,7 @@ def accept(runtime: Runtime, message: Any) -> Accepted:
     """
     handlers: dict[str, Callable[[Runtime, Transaction, Any], Accepted]] = {
         "start": _start,
-        "decide": _decide,
+        "decide": functools.partial(_decide, principal),
         "signal": _signal,
         "control": _control,
         "edit": _edit,
@@ -189,7 +195,7 @@ def _run_of(transaction: Transaction, message: Any) -> str | None:
 
 def _content_digest(message: Any) -> bytes:
     """Return the digest of what a command says."""
-    content = message.model_dump() if hasattr(message, "model_dump") else vars(message)
+    content = message.model_dump(exclude_none=True) if hasattr(message, "model_dump") else vars(message)
     return hashlib.blake2b(json.dumps(content, sort_keys=True, default=repr).encode(), digest_size=16).digest()
 
 
@@ -258,7 +264,7 @@ def _start(runtime: Runtime, transaction: Transaction, message: StartMessage) ->
         if graph is not None:
             graph.schema.fitted(message.input)
         nudge = threads.add_run(transaction, found, version, new, priority=priority)
-    _audit(transaction, message, thread_id, "start", "producer", {"run": new.id})
+    _audit(transaction, message, thread_id, "start", message.by or "producer", {"run": new.id})
     return Accepted(thread_id, new.id, nudges=[nudge] if nudge else [])
 
 
@@ -271,7 +277,9 @@ def _carried(runtime: Runtime, name: str) -> CompiledGraph | None:
 # --- decide ---
 
 
-def _decide(runtime: Runtime, transaction: Transaction, message: DecideMessage) -> Accepted:
+def _decide(
+    principal: Principal | None, runtime: Runtime, transaction: Transaction, message: DecideMessage
+) -> Accepted:
     thread_id = waits.thread_of_approval(transaction, message.approval)
     if thread_id is None:
         text = f"there is no approval {message.approval!r}"
@@ -295,6 +303,7 @@ def _decide(runtime: Runtime, transaction: Transaction, message: DecideMessage) 
         return Accepted(thread_id, duplicate=True)
     _check_decidable(transaction, found, earlier, message)
     question = view(found.question)
+    _check_asked(found, question, principal)
     _check_verdict(found, question, message)
     if message.arguments is not None:
         edits.check(question["arguments"], message.arguments)
@@ -324,6 +333,15 @@ def _check_decidable(
     by = f" by {earlier[-1].by}" if earlier else ""
     text = f"approval {found.id!r} is {found.status}{by} (open approvals of its thread: {others})"
     raise ApprovalClosed(text)
+
+
+def _check_asked(found: ApprovalState, question: Any, principal: Principal | None) -> None:
+    """Refuse the word of somebody who is not asked; whose an unsigned one is, nobody knows."""
+    if principal is None or not question["to"] or principal.is_among(question["to"]):
+        return
+    asked = ", ".join(question["to"])
+    text = f"approval {found.id!r} asks {asked}: {principal.name} is none of them and has none of these roles"
+    raise Forbidden(text)
 
 
 def _check_verdict(found: ApprovalState, question: Any, message: DecideMessage) -> None:
@@ -390,7 +408,7 @@ def _signal(runtime: Runtime, transaction: Transaction, message: SignalMessage) 
             ttl_seconds=runtime.settings.signal_ttl_seconds,
         )
     detail = {"name": message.name, "key": message.key, "delivered": waiting is not None}
-    _audit(transaction, message, found.id, "signal", "producer", detail)
+    _audit(transaction, message, found.id, "signal", message.by or "producer", detail)
     return Accepted(found.id, nudges=[nudge] if nudge else [])
 
 
@@ -444,6 +462,9 @@ def _retry(transaction: Transaction, found: ThreadState, message: ControlMessage
     if found.status not in (FAILED, BLOCKED, CANCELLED):
         text = f"thread {found.name!r} is {found.status}: only what failed, is blocked or was cancelled can be retried"
         raise WrongStatus(text)
+    if found.undoing == UNDONE:
+        text = f"what the run of thread {found.name!r} did was undone when it failed: give the thread another run"
+        raise RunUndone(text)
     if not found.run_active:
         was = "failed" if found.status == FAILED else "was cancelled"
         text = f"thread {found.name!r} {was} before its run began: start it again, with input that fits"

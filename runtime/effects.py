@@ -18,6 +18,7 @@ from keepstep.errors import (
     InvalidInput,
 )
 from keepstep.ids import checked_name
+from keepstep.runtime import undos
 from keepstep.runtime.codec import Codec
 from keepstep.runtime.policy import seconds
 
@@ -37,6 +38,8 @@ class EffectDeclaration:
     idempotent: bool
     lookup: Callable[..., Any] | None = None
     settling_seconds: float = 0.0
+    undo_name: str | None = None
+    """What the journal calls the function that undoes it (see `undos`); None: nothing does."""
     timeout_seconds: float | None = None
     """Of one call; None: the node's own time alone."""
     counted: bool = False
@@ -61,6 +64,7 @@ def effect(
     idempotent: bool = ...,
     lookup: Callable[..., Any] | None = ...,
     settling: float | timedelta = ...,
+    undo: Callable[..., Any] | None = ...,
     name: str | None = ...,
 ) -> Callable[[Callable[P, R]], Callable[P, R]]: ...
 
@@ -72,6 +76,7 @@ def effect(
     idempotent: bool = False,
     lookup: Callable[..., Any] | None = None,
     settling: float | timedelta = 0.0,
+    undo: Callable[..., Any] | None = None,
     name: str | None = None,
 ) -> Callable[..., Any]:
     """Declare what a function does outside; call it by `ctx.effect(function, …)`.
@@ -80,15 +85,17 @@ def effect(
     the call is at risk: it is never repeated while its outcome is unknown. `lookup` finds out: it is called with the
     effect's own arguments (and its `idempotency_key`, if it takes one) and returns the result, or `NOT_DONE`; a
     `NOT_DONE` counts only once the call's deadline has passed and `settling` (seconds or timedelta) after it, in which
-    the outside may still catch up. `name` (default: the function's) is part of the idempotency key: keep it when the
-    function is renamed.
+    the outside may still catch up. `undo` takes it back when the run fails: it is called once, with those of the
+    effect's arguments that it takes, and with `result` and `idempotency_key` (its own) if it takes them; it may be
+    declared as an effect itself (`idempotent`, `lookup`). `name` (default: the function's) is part of the idempotency
+    key: keep it when the function is renamed.
     """
     settling_seconds = seconds("settling", settling, zero=True)
     if function is None:
         return lambda decorated: _declared(
-            decorated, name, idempotent=idempotent, lookup=lookup, settling_seconds=settling_seconds
+            decorated, name, idempotent=idempotent, lookup=lookup, settling_seconds=settling_seconds, undo=undo
         )
-    return _declared(function, name, idempotent=idempotent, lookup=lookup, settling_seconds=settling_seconds)
+    return _declared(function, name, idempotent=idempotent, lookup=lookup, settling_seconds=settling_seconds, undo=undo)
 
 
 def _declared(
@@ -98,6 +105,7 @@ def _declared(
     idempotent: bool,
     lookup: Callable[..., Any] | None,
     settling_seconds: float,
+    undo: Callable[..., Any] | None,
 ) -> Callable[..., Any]:
     if idempotent and lookup is not None:
         message = "an effect is idempotent or has a lookup: what may be repeated need not be asked about"
@@ -106,13 +114,27 @@ def _declared(
     if ":" in known:
         message = f"effect name {known!r}: a colon separates name and key, it cannot be part of the name"
         raise GraphError(message)
-    setattr(function, _DECLARED, EffectDeclaration(known, idempotent, lookup, settling_seconds))
+    undo_name = None if undo is None else _undo_declared(known, function, undo, idempotent=idempotent)
+    setattr(function, _DECLARED, EffectDeclaration(known, idempotent, lookup, settling_seconds, undo_name))
     return function
 
 
 def redeclare(function: Callable[..., Any], declaration: EffectDeclaration) -> None:
     """Let a function that was declared say something else about itself as an effect."""
     setattr(function, _DECLARED, declaration)
+
+
+def _undo_declared(name: str, function: Callable[..., Any], undo: Callable[..., Any], *, idempotent: bool) -> str:
+    if idempotent:
+        message = (
+            f"effect {name!r} is idempotent and has an undo: of what may be repeated nothing says how often it was done"
+        )
+        raise GraphError(message)
+    undos.check(name, function, undo)
+    if declaration_of(undo).undo_name is not None:
+        message = f"effect {name!r}: its undo has an undo itself; what is undone stays undone"
+        raise GraphError(message)
+    return undos.declare(name, function, undo)
 
 
 def declaration_of(function: Callable[..., Any]) -> EffectDeclaration:

@@ -145,3 +145,8 @@ class Runtime:
     def lease_seconds(self, timeout: float) -> float:
         """Return how long a lease lasts for a node of that timeout: its grace time, and that of the routes after it."""
         return timeout + 2 * self.settings.timeout_grace_seconds
+
+    @property
+    def undo_lease_seconds(self) -> float:
+        """How long a lease lasts under which an effect is undone: an undo has the time that nodes have by default."""
+        return self.lease_seconds(self.settings.node_timeout_seconds)

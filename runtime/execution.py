@@ -242,6 +242,7 @@ def _prepared(runtime: Runtime, node_run: NodeRun, deadline: float) -> Attempt:
         masker=secrets.masker,
         load=load,
         remaining=lambda: deadline - time.monotonic(),
+        run_id=thread.run_id,
     )
     book = WaitBook(codec, lambda: stored_waits.of_run(runtime.store, thread.id, node_run.step, run.id) if load else [])
     children = ChildBook(runtime, fence, place, journal, book, priority=thread.priority, load=load)
@@ -275,7 +276,7 @@ def _called(node: Node, given: object, attempt: Attempt, timeout: float, *, proc
                 return function(given, Context(attempt))
         finally:
             attempt.close()
-    return _event_loop().run(_in_time(function(given, AsyncContext(attempt)), timeout, attempt))
+    return event_loop().run(_in_time(function(given, AsyncContext(attempt)), timeout, attempt))
 
 
 async def _in_time(body: Any, seconds: float, attempt: Attempt) -> object:
@@ -296,7 +297,7 @@ async def _in_time(body: Any, seconds: float, attempt: Attempt) -> object:
             await asyncio.wait(attempt.acting)
 
 
-def _event_loop() -> asyncio.Runner:
+def event_loop() -> asyncio.Runner:
     """Return this thread's event loop: made once, so that clients which nodes keep open stay usable."""
     runner: asyncio.Runner | None = getattr(_loops, "runner", None)
     if runner is None:

@@ -8,13 +8,11 @@ comes the same way again, and finds in the journal and among the waits what is d
 from __future__ import annotations
 
 import contextlib
-import functools
-import inspect
 import random
 import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
-from typing import Any, get_type_hints
+from typing import Any
 
 from keepstep.errors import (
     CallCancelled,
@@ -40,7 +38,7 @@ from keepstep.runtime.policies import Policies, PolicyRequest
 from keepstep.runtime.policy import NO_RETRY, Retry
 from keepstep.runtime.rates import Rate, Rates
 from keepstep.runtime.rulings import ALLOW, APPROVE, DENY, FAILED, REJECTED, Hearing, Ruling, shown
-from keepstep.runtime.secretbook import SecretBook
+from keepstep.runtime.secretbook import SecretBook, taken
 from keepstep.runtime.secrets import Secret
 from keepstep.runtime.throttling import retry_after
 from keepstep.runtime.toolarguments import Arguments
@@ -297,6 +295,7 @@ class Gateway:
         if admitted.asked is not None:
             detail["asked"] = shown(admitted.asked, ruling.mask, MASKED)
             detail["ran"] = shown(admitted.arguments, ruling.mask, MASKED)
+        call = _kept_masked(hearing, tool.execution, call, admitted.arguments)
         call = replace(call, audit=hearing.audit("call", hearing.key, ruling, detail))
         limits = [(tool.name, tool.rate), *((f"{tool.name}/{name}", Rate.parse(text)) for text, name in ruling.limits)]
         return (
@@ -336,6 +335,7 @@ class Gateway:
     ) -> Procedure[Any]:
         """Call one of the functions around the execution: an effect of its own, in the place of the call."""
         call = self.journal.identify(phase, (), arguments, hearing.suffix)
+        call = _kept_masked(hearing, phase, call, arguments)
         try:
             return (yield from self._performed(tool, phase, call, arguments, retry=retry, limits=[(tool.name, None)]))
         finally:
@@ -425,23 +425,11 @@ def _with_secrets(procedure: Procedure[Any], secrets: Mapping[str, Secret]) -> P
             return end.value
 
 
-@functools.lru_cache(maxsize=4096)
-def _takes(function: Callable[..., Any]) -> Mapping[str, bool]:
-    """Return the names of a function's parameters, and whether each is annotated as a `Secret`."""
-    hints: dict[str, Any] = {}
-    with contextlib.suppress(Exception):  # an annotation that cannot be resolved asks for nothing
-        hints = get_type_hints(inspect.unwrap(function))
-    with contextlib.suppress(TypeError, ValueError):
-        return {name: hints.get(name) is Secret for name in inspect.signature(function).parameters}
-    return {}
-
-
-def taken(function: Callable[..., Any], secrets: Mapping[str, Secret]) -> dict[str, Any]:
-    """Return those of the secrets that a function takes: each as its text, or as the `Secret` that it asks for."""
-    if not secrets:
-        return {}
-    takes = _takes(function)
-    return {name: each if takes[name] else each.reveal() for name, each in secrets.items() if name in takes}
+def _kept_masked(hearing: Hearing, phase: Phase, call: Call, arguments: Mapping[str, Any]) -> Call:
+    """Return a call whose arguments are kept as people may see them, unless an undo will need them as they were."""
+    if not hearing.mask or call.arguments is None or phase.declared.undo_name is not None:
+        return call
+    return replace(call, arguments=call.codec.encode(shown(arguments, hearing.mask, MASKED)))
 
 
 def _editable(arguments: Arguments, mask: Sequence[str]) -> dict[str, Any]:

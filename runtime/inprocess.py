@@ -173,6 +173,7 @@ class _Run:
 
     def _send(self, verb: str, **fields: Any) -> Accepted:
         defaults: dict[str, Any] = {"verb": verb, "id": new_id(), "tenant": "default", "application": "default"}
+        defaults["by"] = None
         if verb == "start":
             defaults |= {"request_id": None, "if_running": "reject", "priority": None}
         accepted = commands.accept(self._runtime, SimpleNamespace(**{**defaults, **fields}))

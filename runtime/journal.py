@@ -26,6 +26,7 @@ from keepstep.errors import (
     EffectGivenUp,
     EffectPending,
     EffectUnknown,
+    InvalidInput,
     NodeTimeout,
     PutOff,
     ThreadBlocked,
@@ -55,6 +56,7 @@ from keepstep.store.calls import NewAudit
 from keepstep.store.effects import EffectKey, EffectState
 from keepstep.store.engine import Store
 from keepstep.store.leases import Fence
+from keepstep.store.undoing import SUFFIX
 
 
 @dataclass(frozen=True, slots=True)
@@ -112,12 +114,15 @@ class Journal:
         masker: Masker,
         load: bool,
         remaining: Callable[[], float],
+        run_id: str | None = None,
     ) -> None:
+        """`run` is the node run, `run_id` the thread's run; `remaining` says how many seconds the attempt has left."""
         self._store = store
         self._fence = fence
         self._tenant = tenant
         self._step = step
         self._run = run
+        self._run_id = run_id
         self._codec = codec
         self.masker = masker
         """Knows the secrets that this attempt has resolved."""
@@ -150,6 +155,9 @@ class Journal:
         values = by_reference(by_name(function, arguments, named))
         digest = arguments_digest(function, values, codec, declared.name)
         self.masker.refuse(key, f"${declared.name}, the key")
+        if key is not None and key.endswith(SUFFIX):
+            message = f"effect {declared.name!r}: key {key!r} ends with {SUFFIX!r}, as the keys of undos do"
+            raise InvalidInput(message)
         id_ = self._ids.reserve(f"effect {declared.name!r}", declared.name, digest, key, declared)
         extra = {"idempotency_key": f"{self._step}/{self._run}/{id_}"}
         given, given_named = all_arguments(function, arguments, named)
@@ -267,6 +275,8 @@ class Journal:
                 arguments=call.arguments,
                 seconds=remaining,
                 audit=call.audit,
+                run_id=self._run_id,
+                undo=declared.undo_name,
             )
         )
         if not begun:
@@ -359,6 +369,7 @@ class Journal:
                     arguments_digest=call.digest,
                     result=stored,
                     audit=call.audit,
+                    run_id=self._run_id,
                 )
             )
         else:
@@ -415,6 +426,7 @@ class Journal:
                     name=call.declared.name,
                     arguments_digest=call.digest,
                     error=text,
+                    run_id=self._run_id,
                 )
             )
         if not call.declared.idempotent:

@@ -21,7 +21,7 @@ from keepstep.store import kin, views
 from keepstep.store.claims import CheckpointRow
 from keepstep.store.engine import Store
 from keepstep.store.kin import KinView
-from keepstep.store.schema import BLOCKED, ENDED
+from keepstep.store.schema import BLOCKED, ENDED, UNDOING, UNDONE
 from keepstep.store.views import AuditView, EffectView, NodeRunView, RunView, ThreadView, WaitView
 
 _TIME_MAX = datetime(9999, 1, 1, tzinfo=UTC).timestamp()
@@ -51,6 +51,16 @@ class Thread:
     running_on: str | None
     """The worker that holds the lease."""
     row: ThreadView
+
+    @property
+    def undoing(self) -> bool:
+        """Whether its run has failed and what that did is being undone."""
+        return self.row.undoing == UNDOING
+
+    @property
+    def undone(self) -> bool:
+        """Whether what its failed run did was undone."""
+        return self.row.undoing == UNDONE
 
 
 @dataclass(frozen=True)

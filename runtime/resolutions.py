@@ -5,7 +5,7 @@ from __future__ import annotations
 import json
 from typing import Any, NamedTuple
 
-from keepstep.errors import EffectUnknown, InvalidInput, NotFound, WrongStatus
+from keepstep.errors import EffectUnknown, InvalidInput, NotFound, UndoFailed, WrongStatus
 from keepstep.runtime.environment import Runtime
 from keepstep.runtime.outcome import error_text
 from keepstep.store import effects, threads
@@ -13,6 +13,7 @@ from keepstep.store.engine import Transaction
 from keepstep.store.leases import Nudge
 from keepstep.store.schema import BLOCKED, FAILED
 from keepstep.store.threads import ThreadState
+from keepstep.store.undoing import SUFFIX
 
 HAPPENED, NOT_HAPPENED, GIVE_UP = "happened", "not_happened", "give_up"
 
@@ -38,8 +39,9 @@ def resolve(
     """Write what became of an effect, and let the thread that was blocked by it go on.
 
     `key` is the effect's idempotency key. `happened`: the node gets `result` as if the call had returned it.
-    `not_happened`: the node calls again, under the same key. `give_up`: the node gets `EffectGivenUp`. Raises
-    `NotFound` when there is no such effect, `WrongStatus` when its outcome is known or its call under way.
+    `not_happened`: the node calls again, under the same key. `give_up`: the node gets `EffectGivenUp`. Of an undo
+    (`KEY/undo`): the effect counts as undone, is undone again, or is left as it is. Raises `NotFound` when there is no
+    such effect, `WrongStatus` when its outcome is known or its call under way.
     """
     found = threads.by_id(transaction, key.partition("/")[0])
     if found is None or found.tenant != tenant:
@@ -67,6 +69,9 @@ def resolve(
 
 def _going_on(transaction: Transaction, found: ThreadState, known: effects.UnknownEffect) -> list[Nudge]:
     """Run what the effect's outcome has held up again, and nothing else; return the nudges."""
+    if found.undoing:
+        held_up = found.status == BLOCKED and _code(found) in {EffectUnknown.code, UndoFailed.code}
+        return threads.retry(transaction, found, None) if held_up else []
     if not effects.is_pending(transaction, known):
         return []  # it is written down; nobody asks for it any more
     if found.fanned:
@@ -97,9 +102,20 @@ def _check(
 
 def _may_be_said_again(transaction: Transaction, found: ThreadState, known: effects.UnknownEffect) -> bool:
     """Tell whether a person's word may be taken back: as long as no node has gone on from it."""
+    if found.undoing:
+        return _may_be_said_of_undoing(found, known)
     if known.resolved_by is None or not effects.is_pending(transaction, known):
         return False
     if known.state == effects.GIVEN_UP:
         return found.status in {BLOCKED, FAILED}
     # The result that was given did not fit, and the thread says so.
     return known.state == effects.DONE and found.status == BLOCKED and _code(found) == EffectUnknown.code
+
+
+def _may_be_said_of_undoing(found: ThreadState, known: effects.UnknownEffect) -> bool:
+    """Tell whether a person may say what came of an undo that failed, or say again what an effect had returned."""
+    if found.status != BLOCKED:
+        return False
+    if known.call.endswith(SUFFIX) and _code(found) == UndoFailed.code:
+        return known.state == effects.FAILED  # it was undone by hand, or is to be left as it is
+    return known.resolved_by is not None and known.state == effects.DONE and _code(found) == EffectUnknown.code

@@ -88,6 +88,8 @@ class Hearing:
         self._thread = thread
         self.number = 0
         """How many rulings there were so far."""
+        self.mask: tuple[str, ...] = ()
+        """The arguments that they mask."""
         self._about = {"tool": tool.name, "arguments": call.digest}
         self.call = call
         """The call, with the arguments that it was asked for with."""
@@ -108,8 +110,7 @@ class Hearing:
         call = self._identified()
         begun = self._journal.open(call)
         if isinstance(begun, Recorded):
-            self.number += 1
-            return Ruling(**begun.result)
+            return self._heard(Ruling(**begun.result))
         self._journal.give_up(call)
         return None
 
@@ -121,7 +122,12 @@ class Hearing:
         begun = self._journal.open(call)
         if not isinstance(begun, Recorded):
             self._journal.succeed(call, asdict(ruling))
+        self._heard(ruling)
+
+    def _heard(self, ruling: Ruling) -> Ruling:
         self.number += 1
+        self.mask = tuple(dict.fromkeys((*self.mask, *ruling.mask)))
+        return ruling
 
     def _identified(self) -> Call:
         return self._journal.identify(_ruling, (), self._about, f"{self._tool.name}/{self.suffix}#{self.number}")

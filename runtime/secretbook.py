@@ -7,11 +7,14 @@ already (a result) is masked.
 
 from __future__ import annotations
 
+import contextlib
+import functools
+import inspect
 import threading
 import traceback
-from collections.abc import Mapping, MutableMapping
+from collections.abc import Callable, Mapping, MutableMapping
 from types import TracebackType
-from typing import Any
+from typing import Any, get_type_hints
 
 import structlog
 
@@ -83,6 +86,25 @@ def by_reference(values: Mapping[str, Any]) -> dict[str, Any]:
     A secret that stands inside another argument is refused by the codec, which names the path.
     """
     return {name: {"secret": value.ref} if isinstance(value, Secret) else value for name, value in values.items()}
+
+
+@functools.lru_cache(maxsize=4096)
+def _takes(function: Callable[..., Any]) -> Mapping[str, bool]:
+    """Return the names of a function's parameters, and whether each is annotated as a `Secret`."""
+    hints: dict[str, Any] = {}
+    with contextlib.suppress(Exception):  # an annotation that cannot be resolved asks for nothing
+        hints = get_type_hints(inspect.unwrap(function))
+    with contextlib.suppress(TypeError, ValueError):
+        return {name: hints.get(name) is Secret for name in inspect.signature(function).parameters}
+    return {}
+
+
+def taken(function: Callable[..., Any], secrets: Mapping[str, Secret]) -> dict[str, Any]:
+    """Return those of the secrets that a function takes: each as its text, or as the `Secret` that it asks for."""
+    if not secrets:
+        return {}
+    takes = _takes(function)
+    return {name: each if takes[name] else each.reveal() for name, each in secrets.items() if name in takes}
 
 
 def _told(error: Any) -> str:

@@ -64,7 +64,15 @@ def _ended(
     store, fence = runtime.store, claim.fence
     if fence.run is not None:
         return _each(outcomes.finish_node(store, fence, status=status, error=error, failures=failures, events=events))
-    return outcomes.stop(store, fence, status=status, error=error, failures=failures, events=events)
+    return outcomes.stop(
+        store,
+        fence,
+        status=status,
+        error=error,
+        failures=failures,
+        events=events,
+        undo_lease_seconds=runtime.undo_lease_seconds,
+    )
 
 
 def _each(nudge: Nudge | None) -> list[Nudge]:

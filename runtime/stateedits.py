@@ -18,6 +18,7 @@ from keepstep.store import stateedits
 from keepstep.store.checkpoints import NewCheckpoint
 from keepstep.store.engine import Transaction
 from keepstep.store.leases import NUDGE_SECONDS, Nudge, carried_key
+from keepstep.store.schema import BLOCKED, READY, UNDOING
 from keepstep.store.stateedits import EditedHead
 from keepstep.store.threads import ThreadState
 
@@ -98,6 +99,9 @@ def edit(
 def _check_head(found: ThreadState, at: EditedHead, expect: int | str | None) -> None:
     if found.seq < 0:
         text = f"thread {found.name!r} has no state yet: its first run has not begun"
+        raise WrongStatus(text)
+    if found.undoing == UNDOING and found.status in {READY, BLOCKED}:
+        text = f"the run of thread {found.name!r} has failed and is being undone: edit it when that has ended"
         raise WrongStatus(text)
     if expect is not None and expect not in (found.seq, at.checkpoint_id):
         text = (

@@ -27,7 +27,7 @@ from keepstep.errors import (
     ThreadBlocked,
     WorkerLost,
 )
-from keepstep.runtime import children, planner
+from keepstep.runtime import children, planner, undoing
 from keepstep.runtime.compiled import CompiledGraph
 from keepstep.runtime.environment import Runtime
 from keepstep.runtime.execution import NodeRun, execute, of_state
@@ -102,6 +102,8 @@ def _in_turn(runtime: Runtime, claim: Claim, nudges: Sequence[Nudge]) -> list[Nu
 
 def _step(runtime: Runtime, claim: Claim) -> list[Nudge]:
     graph = runtime.graphs[claim.thread.agent, claim.thread.graph_version]
+    if claim.thread.undoing:
+        return undoing.undo_next(runtime, claim, graph)
     head = restore(runtime.codec(graph), claim.checkpoints) if claim.checkpoints else None
     if head is None or not claim.thread.run_active:
         begun = _begin_run(runtime, claim, graph, head)
@@ -506,6 +508,7 @@ def _commit(
             events=events,
             begins_run=kind == "input",
             signals_of=waits_of,
+            undo_lease_seconds=runtime.undo_lease_seconds,
         ),
         patience_seconds=PATIENCE_SECONDS,
     )
@@ -539,6 +542,7 @@ def _stopped(runtime: Runtime, claim: Claim, error: Exception) -> list[Nudge]:
     An error that is not Keepstep's own is a defect here; the thread is blocked and shows it.
     """
     failed = isinstance(error, KeepstepError) and not isinstance(error, ThreadBlocked | GraphError)
+    failed = failed and not claim.thread.undoing
     status = FAILED if failed else BLOCKED
     text = described(error, step=_key(claim.fence))
     if not isinstance(error, KeepstepError):
@@ -564,6 +568,13 @@ def _stop(runtime: Runtime, claim: Claim, status: str, error: str, others: str =
         parts["message"] = f"{parts.get('message', '')}{others}"
         error = error_text(parts)
     return runtime.store.patiently(
-        lambda: outcomes.stop(runtime.store, claim.fence, status=status, error=error, failures=claim.attempt.failures),
+        lambda: outcomes.stop(
+            runtime.store,
+            claim.fence,
+            status=status,
+            error=error,
+            failures=claim.attempt.failures,
+            undo_lease_seconds=runtime.undo_lease_seconds,
+        ),
         seconds=PATIENCE_SECONDS,
     )

@@ -32,12 +32,12 @@ _KEY, _RESULT = "idempotency_key", "result"
 class Phase:
     """One of the functions of a tool, as the journal knows it: an effect of its own."""
 
-    def __init__(self, function: Callable[..., Any], tool: str, secrets: Iterable[str]) -> None:
+    def __init__(self, function: Callable[..., Any], tool: str, secrets: Mapping[str, str]) -> None:
         functools.update_wrapper(self, function)
         self.function = function
         self.takes = frozenset(parameters_of(tool, function))
-        self.secrets = tuple(name for name in secrets if name in self.takes)
-        """Those of the tool's secrets that it takes."""
+        self.references = secrets
+        """The tool's secrets, by parameter: it is given those that it takes, and so is its undo."""
 
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
         """Call the function itself."""
@@ -98,9 +98,8 @@ class Tool(Generic[P, R]):
         """By parameter, the reference of the secret that it is given."""
         self._check_secrets(parameters_of(self.name, function))
         self.arguments = Arguments(self.name, function, {_KEY, *self.secrets}, schema)
-        options = {} if undo is None else {"undo": undo}
         self.execution = self._phase(
-            function, self.name, idempotent=idempotent, lookup=lookup, settling=settling, **options
+            function, self.name, idempotent=idempotent, lookup=lookup, settling=settling, undo=undo
         )
 
     def __call__(self, *args: P.args, **kwargs: P.kwargs) -> R:

@@ -16,7 +16,7 @@ from sqlalchemy.sql.base import Executable
 
 from keepstep.crashpoints import armed, reach
 from keepstep.errors import DatabaseUnavailable, StaleLease
-from keepstep.store import children
+from keepstep.store import children, undoing
 from keepstep.store.claims import CHECKPOINT_COLUMNS, CheckpointRow, checkpoint_row
 from keepstep.store.engine import Store, Transaction
 from keepstep.store.leases import Fence, Nudge, fence_params, fenced
@@ -63,6 +63,8 @@ class NewCheckpoint(msgspec.Struct, frozen=True):
     begins_run: bool = False
     signals_of: str | None = None
     """The step whose consumed signals and waits are settled by this commit; None when it had none."""
+    undo_lease_seconds: float = 0.0
+    """How long each undo may take, of a run that fails with this commit."""
 
 
 class Committed(NamedTuple):
@@ -303,7 +305,9 @@ def _commit_alone(store: Store, _fence: Fence, _new: NewCheckpoint, params: dict
 
 def _commit_with_company(store: Store, fence: Fence, new: NewCheckpoint, params: dict[str, Any]) -> Committed | None:
     with store.transaction() as transaction:
-        row = transaction.row(_COMMIT, params)
+        # The run has not failed before what it did is undone: the lease keeps that as it is.
+        is_undone = new.status == FAILED and undoing.is_left(transaction, fence.thread_id, new.run_id)
+        row = transaction.row(_COMMIT, {**params, "status": READY} if is_undone else params)
         if row is None:
             return None
         if store.dialect == "postgresql":
@@ -314,7 +318,12 @@ def _commit_with_company(store: Store, fence: Fence, new: NewCheckpoint, params:
         run_params = {"run_id": new.run_id, "status": new.status, "error": new.error, "run_steps": new.run_steps}
         if new.begins_run:
             transaction.run(_RUN_BEGINS, run_params)
-        if new.status != READY:
+        if is_undone:
+            begun = undoing.begin(
+                transaction, fence.thread_id, error=new.error or "{}", lease_seconds=new.undo_lease_seconds
+            )
+            committed = committed._replace(version=committed.version if begun is None else begun.version)
+        elif new.status != READY:
             ended = transaction.row(_RUN_ENDS, run_params)
             if ended is not None and ended[0]:
                 told = children.end(

@@ -58,6 +58,7 @@ class ThreadHead(NamedTuple):
     queue: str
     priority: int
     fanned: int
+    undoing: int
     run_id: str | None
     run_active: int
     run_steps: int

@@ -73,7 +73,7 @@ def _begin(dialect: str) -> Executable:
         name: param(name)
         for name in ("thread_id", "step", "run", "call", "tenant", "name", "state", "at_risk", "arguments_digest")
     }
-    values |= {name: param(name) for name in ("result", "error", "nonce", "arguments")}
+    values |= {name: param(name) for name in ("result", "error", "nonce", "arguments", "run_id", "undo")}
     insert = insert.values(
         **values,
         calls=1,
@@ -92,6 +92,8 @@ def _begin(dialect: str) -> Executable:
         "deadline": insert.excluded.deadline,
         "ended_at": insert.excluded.ended_at,
         "resolved_by": None,
+        # As the function is declared now: what it does from here on is what may have to be undone.
+        "undo": insert.excluded.undo,
     }
     # A recorded result is final, and so is what a person said: nothing overwrites it.
     kept: Executable = insert.on_conflict_do_update(
@@ -136,13 +138,17 @@ def begin(
     arguments_digest: bytes,
     arguments: bytes | None,
     seconds: float,
+    run_id: str | None = None,
+    undo: str | None = None,
     audit: NewAudit | None = None,
 ) -> bool:
     """Record that an effect which is not safe to repeat is about to be performed; raise `StaleLease` when stale.
 
-    False: nothing was recorded, because its outcome is known by now.
+    `run_id` is the thread's run, `undo` names the function that undoes the effect when that run fails. False: nothing
+    was recorded, because its outcome is known by now.
     """
     values = {"tenant": tenant, "name": name, "arguments_digest": arguments_digest, "arguments": arguments}
+    values |= {"run_id": run_id, "undo": undo}
     return _write(store, fence, key, {**values, "state": INTENT, "at_risk": 1, "seconds": seconds}, audit)
 
 
@@ -155,22 +161,39 @@ def record(
     name: str,
     arguments_digest: bytes,
     result: bytes,
+    run_id: str | None = None,
     audit: NewAudit | None = None,
 ) -> None:
     """Record the result of an effect that is safe to repeat, and so had no intent; raise `StaleLease` when stale."""
-    values = {"tenant": tenant, "name": name, "arguments_digest": arguments_digest}
+    values = {"tenant": tenant, "name": name, "arguments_digest": arguments_digest, "run_id": run_id}
     _write(store, fence, key, {**values, "state": DONE, "result": result, "ended": 1}, audit)
 
 
 def count_failure(
-    store: Store, fence: Fence, key: EffectKey, *, tenant: str, name: str, arguments_digest: bytes, error: str
+    store: Store,
+    fence: Fence,
+    key: EffectKey,
+    *,
+    tenant: str,
+    name: str,
+    arguments_digest: bytes,
+    error: str,
+    run_id: str | None = None,
 ) -> None:
     """Record that an effect which is safe to repeat, and so had no intent, failed; raise `StaleLease` when stale."""
-    values = {"tenant": tenant, "name": name, "arguments_digest": arguments_digest}
+    values = {"tenant": tenant, "name": name, "arguments_digest": arguments_digest, "run_id": run_id}
     _write(store, fence, key, {**values, "state": FAILED, "error": error, "ended": 1})
 
 
-_DEFAULTS = {"arguments": None, "at_risk": 0, "result": None, "error": None, "seconds": 0.0, "ended": None}
+_DEFAULTS = {
+    "arguments": None,
+    "at_risk": 0,
+    "result": None,
+    "error": None,
+    "seconds": 0.0,
+    "ended": None,
+    "undo": None,
+}
 
 
 def _write(store: Store, fence: Fence, key: EffectKey, values: dict[str, Any], audit: NewAudit | None = None) -> bool:

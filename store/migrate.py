@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from importlib import resources
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 from alembic import command
 from alembic.config import Config
@@ -20,6 +20,7 @@ from keepstep.store.routines import install
 _VERSION_TABLE = "keepstep_schema_version"
 # Two processes that upgrade at once take turns: the second finds nothing left to do.
 _LOCK_KEY = 0x6B656570737465
+_PATIENT: dict[str, dict[str, Any]] = {"postgresql": {}, "sqlite": {"timeout": 60.0}}
 
 
 class SchemaState(NamedTuple):
@@ -54,14 +55,18 @@ def upgrade(store: Store) -> SchemaState:
     release has upgraded, `DatabaseUnavailable` when it cannot be reached.
     """
     # The store's own connections are in autocommit; a migration is one transaction.
-    engine = store.engine if store.in_memory else create_engine(store.url)
+    engine = store.engine if store.in_memory else create_engine(store.url, connect_args=_PATIENT[store.dialect])
     try:
         with engine.connect() as connection:
             if store.dialect == "postgresql":
                 connection.execute(text("SELECT pg_advisory_lock(:key)"), {"key": _LOCK_KEY})
                 connection.commit()
+            elif not store.in_memory:
+                # Until the end nobody sees a schema that is half-way: a worker that did would refuse to start.
+                connection.exec_driver_sql("BEGIN EXCLUSIVE")
             state = _read(connection)
-            connection.rollback()
+            if store.dialect == "postgresql":
+                connection.rollback()
             if not state.is_current:
                 _refuse_newer(store, state)
                 command.upgrade(_config(connection), "head")

@@ -14,13 +14,15 @@ from sqlalchemy import Integer, and_, case, cast, exists, insert, literal, selec
 from sqlalchemy import Text as TextType
 
 from keepstep.errors import StaleLease
-from keepstep.store import children, waits
+from keepstep.store import children, undoing, waits
 from keepstep.store.checkpoints import NewEvent, insert_events
 from keepstep.store.engine import Store, Transaction
 from keepstep.store.leases import NUDGE_SECONDS, Fence, Nudge, fence_params, fenced, nudge_columns, released
 from keepstep.store.schema import (
     FAILED,
     READY,
+    UNDOING,
+    UNDONE,
     WAITING,
     approval,
     node_run,
@@ -392,7 +394,8 @@ def _ask(transaction: Transaction, place: dict[str, Any], new: NewWait, asked: N
 
 # --- ending badly ---
 
-_NEXT_BEGINS = and_(cast(param("status"), TextType) == FAILED, thread.c.queued > 0)
+_FAILS = cast(param("status"), TextType) == FAILED
+_NEXT_BEGINS = and_(_FAILS, thread.c.queued > 0)
 _STOP = Statement(
     lambda _dialect: (
         update(thread)
@@ -402,6 +405,9 @@ _STOP = Statement(
             # A run that failed holds up none that is queued behind it: the next begins from the state it left.
             status=case((_NEXT_BEGINS, READY), else_=cast(param("status"), TextType)),
             run_active=case((_NEXT_BEGINS, 0), else_=thread.c.run_active),
+            undoing=case(
+                (_NEXT_BEGINS, 0), (and_(_FAILS, thread.c.undoing == UNDOING), UNDONE), else_=thread.c.undoing
+            ),
             fanned=case((_NEXT_BEGINS, 0), else_=thread.c.fanned),
             pending=case((_NEXT_BEGINS, 0), else_=thread.c.pending),
             starts=case((_NEXT_BEGINS, 0), else_=thread.c.starts),
@@ -443,19 +449,32 @@ def stop(
     error: str,
     failures: int = 0,
     events: Sequence[NewEvent] = (),
+    undo_lease_seconds: float = 0.0,
 ) -> list[Nudge]:
     """End the thread's step as `failed` or `blocked`, state and pending writes kept; return the nudges that follow.
 
     A run that is queued behind a failed one begins; behind a blocked one it waits. The parent of a failed run is told.
-    Raises `StaleLease` when stale.
+    A run that did what is to be undone has not failed before it is (see `undoing`): then the thread is ready for that,
+    and each undo has `undo_lease_seconds`. Raises `StaleLease` when stale.
     """
     with store.transaction() as transaction:
         locked = lock(transaction, fence)
-        params = {**fence_params(fence), "status": status, "error": error, "failures": failures}
-        after, *row = transaction.rows(_STOP, params)[0]
-        ended = {"run_id": locked.run_id, "status": status, "error": error, "run_steps": locked.run_steps}
-        told = _run_failed(transaction, ended)
         insert_events(transaction, fence, locked.tenant, locked.run_id, events)
+        if status == FAILED:
+            begun = undoing.begin(transaction, fence.thread_id, error=error, lease_seconds=undo_lease_seconds)
+            if begun is not None:
+                return [begun]
+        return stopped(transaction, fence, locked, status=status, error=error, failures=failures)
+
+
+def stopped(
+    transaction: Transaction, fence: Fence, locked: Locked, *, status: str, error: str, failures: int = 0
+) -> list[Nudge]:
+    """Write the end of a locked thread's step as `failed` or `blocked`; return the nudges that follow."""
+    params = {**fence_params(fence), "status": status, "error": error, "failures": failures}
+    after, *row = transaction.rows(_STOP, params)[0]
+    ended = {"run_id": locked.run_id, "status": status, "error": error, "run_steps": locked.run_steps}
+    told = _run_failed(transaction, ended)
     return [Nudge("step", *row), *told] if after == READY else told
 
 

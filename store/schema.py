@@ -44,6 +44,8 @@ READY, WAITING, BLOCKED = "ready", "waiting", "blocked"
 DONE, FAILED, CANCELLED = "done", "failed", "cancelled"
 QUEUED, RUNNING = "queued", "running"
 ENDED = (DONE, FAILED, CANCELLED)
+UNDOING, UNDONE = 1, 2
+"""Of a thread whose run has failed: what it did is being undone, or was."""
 NEVER = 1e12
 """A time that does not come."""
 
@@ -120,6 +122,7 @@ thread = Table(
     _count("run_active"),  # 1 from the run's begin until it is done or given up for the next
     _count("run_steps"),  # super-steps of this run
     Column("step_limit", Integer),
+    _count("undoing"),  # 1: its run has failed and what that did is being undone; 2: it was undone
     _count("runs"),  # runs ever given
     _count("queued"),  # runs that have not begun
     _time("created_at"),
@@ -237,6 +240,9 @@ effect = Table(
     _time("ended_at", nullable=True),
     Column("arguments", LargeBinary),  # of one at risk, for the person who may have to find out whether it happened
     Column("resolved_by", Text),  # who said what came of it
+    Column("run_id", Text),  # of the thread's run
+    Column("undo", Text),  # the function that undoes it when the run fails; NULL: none
+    Column("undone", Text),  # undone | given_up | not_done: what came of that
     PrimaryKeyConstraint("thread_id", "step", "run", "call", name="keepstep_effect_pkey"),
 )
 

@@ -11,11 +11,11 @@ from keepstep.store.schema import BLOCKED, CANCELLED, DONE, FAILED, READY, WAITI
 
 TRANSITIONS: Final[dict[str, dict[str, str]]] = {
     READY: {
-        READY: "a step was committed, or a retry was put off",
+        READY: "a step was committed, a retry was put off, or what a failed run did is being undone",
         WAITING: "the step parked on waits, or was fanned out",
         BLOCKED: "the step needs an operator",
         DONE: "the run finished and no other is queued",
-        FAILED: "a node has no attempts left, or the step limit was reached",
+        FAILED: "a node has no attempts left, or the step limit was reached, and what is to be undone was",
         CANCELLED: "somebody cancelled it",
     },
     WAITING: {

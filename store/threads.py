@@ -18,6 +18,7 @@ from keepstep.store.schema import (
     QUEUED,
     READY,
     RUNNING,
+    UNDONE,
     WAITING,
     audit,
     checkpoint,
@@ -52,6 +53,7 @@ class ThreadState(NamedTuple):
     queue: str
     priority: int
     error: str | None
+    undoing: int
 
 
 class RunState(NamedTuple):
@@ -127,6 +129,7 @@ _ADD_RUN = Statement(
             error=case((one_of(thread.c.status, ENDED), None), else_=thread.c.error),
             fanned=case((one_of(thread.c.status, ENDED), 0), else_=thread.c.fanned),
             pending=case((one_of(thread.c.status, ENDED), 0), else_=thread.c.pending),
+            undoing=case((one_of(thread.c.status, ENDED), 0), else_=thread.c.undoing),
             failures=case((one_of(thread.c.status, ENDED), 0), else_=thread.c.failures),
             deaths=case((one_of(thread.c.status, ENDED), 0), else_=thread.c.deaths),
             graph_version=case((one_of(thread.c.status, ENDED), param("graph_version")), else_=thread.c.graph_version),
@@ -281,6 +284,7 @@ _FRESH: dict[str, Any] = {
     "status": READY,
     "error": None,
     "run_active": 0,
+    "undoing": 0,
     "fanned": 0,
     "pending": 0,
     "starts": 0,
@@ -469,6 +473,15 @@ _RESUME_RUN = Statement(
         .returning(run.c.id, run.c.spawned)
     )
 )
+_RESUME_UNDOING = Statement(
+    lambda _dialect: (
+        update(run)
+        # Its error is why it failed: the end that it comes to when all is undone.
+        .where(run.c.id == param("run_id"), run.c.status == CANCELLED)
+        .values(status=RUNNING, ended_at=None)
+        .returning(run.c.id, run.c.spawned)
+    )
+)
 _RESUME_NODE_RUNS = Statement(
     lambda _dialect: (
         update(node_run)
@@ -549,7 +562,7 @@ def take_up(transaction: Transaction, found: ThreadState, run_id: str, at: RunEn
 
     None follow, and nothing is written, when the thread has gone on to something else.
     """
-    if found.status != CANCELLED or at.status != CANCELLED:
+    if found.status != CANCELLED or at.status != CANCELLED or found.undoing == UNDONE:
         return []
     if found.run_id == run_id and found.run_active:
         return retry(transaction, found, None)
@@ -575,9 +588,16 @@ def _take_up_children(transaction: Transaction, found: ThreadState) -> list[Nudg
 def retry(transaction: Transaction, found: ThreadState, step_limit: int | None) -> list[Nudge]:
     """Continue a failed, blocked or cancelled run: only what has not ended well runs again; return the nudges.
 
-    What a cancelled run had asked is asked again, under the same ids; the children cancelled with it go on, too.
+    What a cancelled run had asked is asked again, under the same ids; the children cancelled with it go on, too. Of one
+    that is being undone the undoing goes on, and nothing else.
     """
     place = _place(found)
+    if found.undoing:
+        retried = transaction.rows(_RETRY, {"id": found.id, "status": READY, "pending": 0, "step_limit": None})[0]
+        for run_id, spawned in transaction.rows(_RESUME_UNDOING, place):
+            if spawned:
+                children.revive(transaction, run_id)
+        return [Nudge("step", *retried)]
     again = transaction.rows(_RETRY_NODE_RUNS, place) if found.fanned else []
     status = WAITING if again else READY
     params = {"id": found.id, "status": status, "pending": len(again), "step_limit": step_limit}

@@ -54,6 +54,7 @@ class ThreadView(NamedTuple):
     last_death: str | None
     fanned: int
     pending: int
+    undoing: int
     run_id: str | None
     run_steps: int
     step_limit: int | None
@@ -143,6 +144,10 @@ class EffectView(NamedTuple):
     ended_at: float | None
     resolved_by: str | None
     arguments: bytes | None
+    undo: str | None
+    """The function that undoes it when its run fails; None: nothing does."""
+    undone: str | None
+    """What came of undoing it, `undone`, `given_up` or `not_done` (it had not happened); None: it is as it was."""
 
     @property
     def key(self) -> str:

@@ -27,6 +27,7 @@ from keepstep.tasks import messages
 from keepstep.tasks.logs import told
 from keepstep.tasks.replies import Replies
 from keepstep.tasks.service import Service
+from keepstep.tasks.tokens import TrustedKeys
 
 log = structlog.get_logger("keepstep.worker")
 
@@ -60,6 +61,8 @@ class Commands(Service):
         self._settings = settings
         self._runtime = runtime
         self._replies = Replies(settings)
+        self._keys = TrustedKeys.of(settings)
+        self._accept_unsigned = self._keys is None or settings.accept_unsigned
         self._backoff_seconds = 0.0
         self._held: list[_Held] = []
 
@@ -110,8 +113,13 @@ class Commands(Service):
         raw = message.body
         body = raw.encode("utf-8", "surrogatepass") if isinstance(raw, str) else bytes(raw)
         try:
-            command = messages.parse(body, size_max=self._settings.message_bytes_max)
-            accepted = commands.accept(self._runtime, command)
+            command, principal = messages.receive(
+                body,
+                size_max=self._settings.message_bytes_max,
+                keys=self._keys,
+                accept_unsigned=self._accept_unsigned,
+            )
+            accepted = commands.accept(self._runtime, command, principal)
         except NotCarried as error:
             self._hold(message, body, error)
         except InvalidInput as error:

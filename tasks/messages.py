@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import json
 import math
-from typing import Annotated, Any, Literal, NoReturn, Self
+from typing import Annotated, Any, Literal, NamedTuple, NoReturn, Self
 
 from pydantic import (
     AfterValidator,
@@ -22,9 +22,11 @@ from pydantic import (
 )
 from pydantic_core import PydanticCustomError
 
-from keepstep.errors import InvalidMessage, KeepstepError, NotStorable, TooLarge, UnsupportedVersion
+from keepstep.errors import InvalidMessage, KeepstepError, NotStorable, TooLarge, Unauthenticated, UnsupportedVersion
 from keepstep.jsonvalue import checked_json, shown_key
 from keepstep.priority import Priority
+from keepstep.runtime.principals import Principal
+from keepstep.tasks.tokens import TrustedKeys
 
 VERSION: Literal[1] = 1
 
@@ -90,6 +92,7 @@ class Start(Message):
         description="The thread's from now on, against other threads of its graph; when it is missing it keeps what it "
         "has, `normal` at first.",
     )
+    by: Name | None = Field(None, description="Who wants it.")
 
 
 class Decide(Message):
@@ -128,6 +131,7 @@ class SignalMessage(Message):
     name: Name = Field(description="The signal's name.")
     payload: Any = Field(None, description="What the signal says: any JSON value.")
     key: Name | None = Field(None, description="Tells waits of one name apart.")
+    by: Name | None = Field(None, description="Who sends it.")
 
 
 class Control(Message):
@@ -234,14 +238,32 @@ _MODELS: dict[str, type[Command]] = {
 }
 
 
+VERBS = tuple(_MODELS)
+"""Every verb."""
+
+
 # --- reading ----------------------------------------------------------------------------------------------------------
 
 
+class Received(NamedTuple):
+    """A command, and who vouches for it."""
+
+    command: Command
+    principal: Principal | None = None
+    """Whose word it is; None: it is not signed."""
+
+
 def parse(body: bytes, *, size_max: int) -> Command:
-    """Return the command that `body` (JSON in UTF-8, at most `size_max` bytes) is.
+    """Return the command that `body` (JSON in UTF-8, at most `size_max` bytes) is, whoever sent it; see `receive`."""
+    return receive(body, size_max=size_max).command
+
+
+def receive(body: bytes, *, size_max: int, keys: TrustedKeys | None = None, accept_unsigned: bool = True) -> Received:
+    """Return the command that `body` (JSON in UTF-8, at most `size_max` bytes) is, and whose it is.
 
     Raises `TooLarge`, `InvalidMessage` or `UnsupportedVersion`. Their messages name the place (`$.input.order`) and
-    what is wanted there, never the value: it may be a secret.
+    what is wanted there, never the value: it may be a secret. Raises `Unauthenticated` and `Forbidden` for a signature
+    that does not hold, and for a command without one where that is needed.
     """
     if len(body) > size_max:
         message = f"the message has {len(body)} bytes; message_bytes_max allows {size_max}"
@@ -255,6 +277,28 @@ def parse(body: bytes, *, size_max: int) -> Command:
     if version != VERSION:
         message = f"$.v: this worker knows version {VERSION} of the messages only; workers are upgraded before clients"
         raise UnsupportedVersion(message)
+    if "jwt" in value:
+        return _signed(value, keys)
+    if not accept_unsigned:
+        text = "it is not signed, and this deployment takes signed commands only (docs/messages.md)"
+        raise Unauthenticated(text)
+    return Received(_command(value))
+
+
+def _signed(value: dict[str, Any], keys: TrustedKeys | None) -> Received:
+    """Return the command that a token carries."""
+    if keys is None:
+        text = "$.jwt: this deployment trusts no keys: set trusted_keys, or send the command unsigned"
+        raise Unauthenticated(text)
+    if set(value) != {"v", "jwt"}:
+        _refuse("$", "a signed command has v and jwt, nothing else")
+    carried, principal = keys.verified(value["jwt"])
+    if carried.get("v") != VERSION:
+        _refuse("$.v", f"version {VERSION} is needed in the signed command")
+    return Received(_command(_checked(carried)), principal)
+
+
+def _command(value: dict[str, Any]) -> Command:
     verb = value.get("verb")
     model = _MODELS.get(verb) if isinstance(verb, str) else None
     if model is None:
@@ -278,6 +322,10 @@ def _json(body: bytes) -> Any:
         _refuse("$", f"JSON is needed; it ends to be so at character {error.pos}")
     except ValueError:  # more digits than Python reads
         _refuse("$", "an integer has too many digits; send it as a string")
+    return _checked(value)
+
+
+def _checked(value: Any) -> Any:
     try:
         checked_json(value)
     except NotStorable as error:
@@ -366,6 +414,28 @@ The sender makes its reply queue: durable, with `x-expires` 600000 (ten minutes)
 quorum queue whose arguments are the deployment's, so others publish to it without declaring it. On Redis and the file
 broker a message is in Kombu's format: a JSON object with `body` (base64), `content-type`, `content-encoding`, `headers`
 and `properties`.
+
+## Signatures
+
+Where a deployment has `trusted_keys` it takes signed commands only. A signed command is `{"v": 1, "jwt": "…"}` and
+nothing else: a JSON Web Token (RFC 7519, compact) whose claims are
+
+| claim | what |
+|---|---|
+| `command` | the whole command, as it would be sent unsigned |
+| `sub` | who wants it: the identity that counts. A `by` in the command must be the same or missing |
+| `aud` | the deployment's `audience`, `keepstep` by default |
+| `jti` | the command's `id`: a token counts once, however often and late it comes |
+| `iat` | when it was signed (seconds since 1970) |
+| `exp` | its end; it is taken up to `signature_backlog_seconds` (7 days) later, since a queue may have been away |
+| `roles` | a list of names, or missing: the roles of `sub`, for questions that are put to roles |
+
+and whose header names the key (`kid`). `trusted_keys` is a JSON Web Key Set of public keys, each with `kid` and `alg`
+(EdDSA, ES256, ES384, RS256, PS256 or HS256), and where its trust is to be bounded `tenants` and `verbs` (lists). The
+algorithm is the key's, whatever a token says. `keepstep new-key` makes a pair. What is not signed, or not as the keys
+say, is refused as `unauthenticated` or `forbidden`; nothing is changed.
+
+## JSON
 
 JSON is taken strictly: no key twice in one object, no NaN or infinity, no number that 64-bit floating point cannot hold
 (whole numbers may have up to 4,200 digits), at most 100 objects and arrays inside each other, no unknown field. A name

@@ -2,7 +2,7 @@
 
 In the main process, beside Celery's loop, each in a thread of its own: `liveness` renews the worker's row, `children`
 releases what a dead pool child held, `sweeper` finds due threads that nobody runs, `commands` takes in what people
-and programs want. The pool runs nudges, nothing else.
+and programs want, and `relay` sends what producers have written to an outbox. The pool runs nudges, nothing else.
 """
 
 from __future__ import annotations
@@ -35,6 +35,7 @@ from keepstep.tasks.config import default_queue
 from keepstep.tasks.liveness import Liveness
 from keepstep.tasks.publish import Publisher
 from keepstep.tasks.registration import Registration
+from keepstep.tasks.relay import Relay
 from keepstep.tasks.room import Room
 from keepstep.tasks.service import Service, stop
 from keepstep.tasks.supervise import EXIT_REFUSED, Refusal, Supervisor, python, refused
@@ -95,6 +96,7 @@ class KeepstepStep(bootsteps.StartStopStep):
             self._sweeper,
             Commands(settings, _own_runtime(settings, graphs, worker_id, room.publish)),
         ]
+        self._receiving += [Relay(settings, url) for url in settings.outboxes]
         self._living: list[Service] = [liveness]
         if issubclass(parent.pool_cls, PreforkPool):
             self._living.append(Children(settings, worker_id, _processes_of(parent), room.publish))

@@ -11,6 +11,7 @@ from __future__ import annotations
 
 import argparse
 import signal
+import subprocess
 import sys
 import tempfile
 import time
@@ -18,12 +19,12 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import NoReturn
 
+from examples.deployment import ROOT, Deployment, ShowFailed, WorkerProcess, until
 from examples.licence_audit import proof
-from examples.licence_audit.deployment import ROOT, Deployment, ShowFailed, WorkerProcess, until
 from examples.licence_audit.licences import Category
 from examples.licence_audit.proof import GRAPH, Story
-from examples.licence_audit.screen import Bars, Screen
 from examples.licence_audit.watch import FanOut
+from examples.screen import Bars, Screen
 from keepstep import Client, Reader
 from keepstep.errors import KeepstepError
 from keepstep.runtime.reader import Approval
@@ -33,6 +34,7 @@ _BY = "dana@legal"
 _KILL_AT = 0.4
 _FAN_OUT_SECONDS = 60.0
 _QUIET_SECONDS = 1.5
+_PRODUCER_SECONDS = 40.0
 
 
 def main() -> int:
@@ -65,7 +67,7 @@ def _show(screen: Screen, pace: float) -> None:
     folder = Path(tempfile.mkdtemp(prefix="licence-audit-", dir=ROOT / "build"))
     published = folder / "published"
     screen.title("A licence audit of the packages in this environment, on workers that die")
-    with Deployment(folder) as deployment:
+    with Deployment(folder, "examples/licence_audit/agent.py") as deployment:
         screen.say("starting two of: keepstep worker examples/licence_audit/agent.py")
         screen.detail(f"SQLite and a file broker in {folder.relative_to(ROOT)}")
         workers = deployment.start_workers(2, concurrency=2)
@@ -202,9 +204,32 @@ def _decide(screen: Screen, deployment: Deployment, approval: Approval) -> list[
         f"{_BY} decides, by a message from a process that has only the broker: {len(accepted)} of {len(asked)} accepted"
     )
     comment = "Linked or used as they are, not changed."
-    words = deployment.decide(approval.id, "approve", "--by", _BY, "--accept", ",".join(accepted), "--comment", comment)
+    words = _sent(deployment, approval.id, "approve", "--by", _BY, "--accept", ",".join(accepted), "--comment", comment)
     screen.detail(words)
     return accepted
+
+
+def _sent(deployment: Deployment, approval: str, *options: str) -> str:
+    """Send a decision from a process of its own, which knows the broker and not the database; return its words."""
+    command = [sys.executable, "-m", "examples.licence_audit.decide", approval, *options]
+    try:
+        done = subprocess.run(
+            command,
+            env=deployment.producer_environment,
+            cwd=ROOT,
+            stdin=subprocess.DEVNULL,
+            capture_output=True,
+            text=True,
+            timeout=_PRODUCER_SECONDS,
+            check=False,
+        )
+    except subprocess.TimeoutExpired:
+        message = f"the producer did not end within {_PRODUCER_SECONDS:g} s"
+        raise ShowFailed(message) from None
+    if done.returncode:
+        message = f"the producer's decision was not accepted: {done.stderr.strip()}"
+        raise ShowFailed(message)
+    return done.stdout.strip()
 
 
 # --- the proof --------------------------------------------------------------------------------------------------------

@@ -6,26 +6,13 @@ import hashlib
 from collections import Counter
 from dataclasses import dataclass
 from pathlib import Path
-from typing import NamedTuple
 
+from examples.check import Check
 from examples.licence_audit.agent import LEDGER
 from keepstep import Reader
 from keepstep.store.views import EffectView
 
 GRAPH = "licence-audit"
-
-
-class Check(NamedTuple):
-    """One thing that must be true."""
-
-    what: str
-    expected: str
-    found: str
-
-    @property
-    def holds(self) -> bool:
-        """Whether it is."""
-        return self.expected == self.found
 
 
 @dataclass(frozen=True)

@@ -17,6 +17,7 @@ from keepstep.runtime.policies import Policies
 from keepstep.settings import Settings
 from keepstep.store import migrate
 from keepstep.store.engine import Store
+from keepstep.tasks.tokens import TrustedKeys
 
 
 def examine(session: Session) -> list[Finding]:
@@ -64,6 +65,24 @@ def _settings(session: Session, settings: Settings) -> Iterator[Finding]:
             f"{settings.liveness_window_seconds:g} s: one late renewal gives up a worker that is alive",
             "make liveness_window_seconds at least three times renew_seconds",
         )
+    yield from guarded("signatures", lambda: [_signatures(settings)])
+
+
+def _signatures(settings: Settings) -> Finding:
+    """Say whose word the workers of these settings take."""
+    keys = TrustedKeys.of(settings)
+    if keys is not None and not settings.accept_unsigned:
+        return Finding("ok", "signatures", f"signed commands only, by {len(keys)} trusted keys")
+    if keys is not None:
+        text = f"commands by {len(keys)} trusted keys, and unsigned ones from anybody (accept_unsigned)"
+        return Finding("warning", "signatures", text, "when every sender signs: accept_unsigned = false")
+    text = "unsigned commands are taken, from anybody who reaches the broker"
+    if settings.broker.startswith("file:"):
+        return Finding("ok", "signatures", f"{text}; this one is a folder of this machine")
+    way_out = (
+        "for production: keepstep new-key, then KEEPSTEP_TRUSTED_KEYS for workers, KEEPSTEP_SIGNING_KEY for senders"
+    )
+    return Finding("warning", "signatures", text, way_out)
 
 
 def _policies(settings: Settings) -> Iterator[Finding]:

@@ -73,11 +73,12 @@ def _record(found: UnknownEffect) -> dict[str, Any]:
 
 def _print_journal(session: Session, journal: list[EffectView]) -> None:
     from keepstep.cli.output import local
+    from keepstep.cli.show import effect_state
 
     session.output.table(
         ("STATE", "CALLS", "BEGUN", "BY", "KEY"),
         [
-            (each.state, str(each.calls), local(each.started_at) or "", each.resolved_by or "", each.key)
+            (effect_state(each), str(each.calls), local(each.started_at) or "", each.resolved_by or "", each.key)
             for each in journal
         ],
     )

@@ -17,7 +17,21 @@ import typer
 from typer.main import get_command
 
 from keepstep import __version__
-from keepstep.cli import approvals, control, doctor, effects, limits, policy, schema, show, start, threads, worker
+from keepstep.cli import (
+    approvals,
+    control,
+    doctor,
+    effects,
+    keys,
+    limits,
+    policy,
+    relay,
+    schema,
+    show,
+    start,
+    threads,
+    worker,
+)
 from keepstep.cli.command import Broker, Database, Json, Tenant, app
 from keepstep.cli.session import OutputClosed, Session
 from keepstep.errors import InvalidInput, KeepstepError
@@ -29,6 +43,7 @@ EXIT_FAILED, EXIT_WRONG_CALL, EXIT_INTERRUPTED, EXIT_OUTPUT_CLOSED = 1, 2, 130, 
 # Imported for the commands that they define; help lists those in this order.
 _COMMANDS = {
     worker: ["worker"],
+    relay: ["relay"],
     start: ["start"],
     threads: ["threads", "history", "state"],
     show: ["show"],
@@ -37,6 +52,7 @@ _COMMANDS = {
     control: ["signal", "pause", "resume", "cancel", "retry"],
     limits: ["limit"],
     doctor: ["doctor"],
+    keys: ["new-key"],
     policy: [],
     schema: [],
 }

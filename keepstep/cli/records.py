@@ -36,6 +36,8 @@ def thread(found: Thread) -> dict[str, Any]:
         "running_on": found.running_on,
         "node_runs": row.fanned,
         "node_runs_pending": row.pending,
+        "undoing": found.undoing,
+        "undone": found.undone,
         "due_at": iso(row.due_at) if found.status == "ready" else None,
         "created_at": iso(row.created_at),
         "updated_at": iso(row.updated_at),
@@ -87,6 +89,8 @@ def effect(found: EffectView) -> dict[str, Any]:
         "calls": found.calls,
         "error": error_of(found.error),
         "resolved_by": found.resolved_by,
+        "undo": found.undo,
+        "undone": found.undone,
         "started_at": iso(found.started_at),
         "ended_at": iso(found.ended_at),
     }

@@ -2,11 +2,13 @@
 
 from __future__ import annotations
 
+from typing import Annotated
+
 import typer
 
 from keepstep.cli.command import app, command
 from keepstep.cli.session import Session
-from keepstep.errors import DatabaseUnavailable
+from keepstep.errors import DatabaseUnavailable, InvalidSettings
 
 group = typer.Typer(
     name="db", no_args_is_help=True, rich_markup_mode="rich", help="Bring the database's schema up to date."
@@ -51,3 +53,45 @@ def status(session: Session) -> None:
         session.output.line(f"{shown}: schema {has}, this release needs {found.needed}{way_out}")
     if not found.is_current:
         raise typer.Exit(1)
+
+
+@command(
+    "install-outbox",
+    panel="Operate",
+    group=group,
+    has_tenant=False,
+    example="""\
+keepstep db install-outbox postgresql+psycopg2://shop@db/shop
+keepstep db install-outbox --sql postgresql+psycopg2://shop@db/shop""",
+)
+def install_outbox(
+    session: Session,
+    *,
+    urls: Annotated[
+        list[str] | None,
+        typer.Argument(metavar="URL", help="SQLAlchemy URLs of producers' databases. Without any: KEEPSTEP_OUTBOXES."),
+    ] = None,
+    sql: Annotated[bool, typer.Option("--sql", help="Print the statements; change nothing.")] = False,
+) -> None:
+    """Make the table keepstep_outbox in a producer's own database, for `Client.start(connection=…)`."""
+    from keepstep.store.outbox import Outbox
+
+    given = tuple(urls or session.settings.outboxes)
+    if not given:
+        message = "no outbox: name the producers' databases, here or in KEEPSTEP_OUTBOXES"
+        raise InvalidSettings(message)
+    made = []
+    for url in given:
+        outbox = Outbox.open(url)
+        try:
+            if sql:
+                session.output.line(outbox.definition())
+                continue
+            made.append({"outbox": outbox.shown, "made": outbox.install()})
+        finally:
+            outbox.dispose()
+    if session.as_json:
+        session.output.document({"outboxes": made})
+        return
+    for each in made:
+        session.output.line(f"{each['outbox']}: {'made keepstep_outbox' if each['made'] else 'has keepstep_outbox'}")

@@ -15,9 +15,10 @@ if TYPE_CHECKING:
     from rich.text import Text
 
     from keepstep.runtime.reader import Reader, Thread
-    from keepstep.store.views import AuditView, NodeRunView
+    from keepstep.store.views import AuditView, EffectView, NodeRunView
 
 _RECENT = 10
+_OF_UNDOING = {"undone": "undone", "given_up": "not undone: given up", "not_done": "nothing to undo"}
 _EVENTS_MAX = 10_000
 
 
@@ -72,6 +73,8 @@ def _facts(session: Session, reader: Reader, found: Thread) -> dict[str, str | T
         status.append(f", paused: {session.hint(f'resume {found.name}')}", style="yellow")
     elif found.status == "ready":
         status.append(f", running on {found.running_on}" if found.running_on else ", in nobody's hands", style="dim")
+    if found.undoing:
+        status.append(", its failed run is being undone", style="yellow")
     row = found.row
     return {
         "thread": found.name,
@@ -216,6 +219,11 @@ def waited_for(wait: Any, question: str | None, *, absolute: bool = False) -> st
     return "time: " + ("" if wait.due_at is None else f"until {clock(wait.due_at)}" if absolute else when(wait.due_at))
 
 
+def effect_state(each: EffectView) -> str:
+    """Return an effect's state, and what came of undoing it."""
+    return each.state if each.undone is None else f"{each.state}, {_OF_UNDOING[each.undone]}"
+
+
 def _print_effects(session: Session, reader: Reader, found: Thread) -> None:
     from keepstep.cli.output import local
 
@@ -226,7 +234,7 @@ def _print_effects(session: Session, reader: Reader, found: Thread) -> None:
     session.output.table(
         ("NODE RUN", "EFFECT", "STATE", "CALLS", "BEGUN"),
         [
-            (each.run, each.name, each.state, str(each.calls), local(each.started_at) or "")
+            (each.run, each.name, effect_state(each), str(each.calls), local(each.started_at) or "")
             for each in effects[-_RECENT:]
         ],
     )

@@ -106,6 +106,8 @@ def note(found: Thread, asked: int = 0, waits: Sequence[str] = ()) -> str:
     parts = []
     if found.paused:
         parts.append("paused")
+    if found.undoing:
+        parts.append("being undone")
     if found.error is not None:
         parts.append(short(said(found.error), 80))
     elif found.row.fanned and found.status == "waiting":

@@ -12,6 +12,9 @@ _OF_CODES = {
     "child_failed": "what the child came to stands ({show}): once that is mended, give the thread another run",
     "worker_lost": "mend what takes its worker down, then {retry}",
     "effect_unknown": "find out whether it happened, and say so: {effects} lists it with the commands",
+    "undo_failed": "mend what the undo meets, then {retry}; or undo it by hand, and say so: "
+    "{resolve} KEY/undo --happened null ({journal} shows the key)",
+    "undo_unavailable": "deploy code that declares the undo, then {retry}",
     "diverged": "see what the earlier attempt did ({show}). If an edit of the state led elsewhere: edit it back, "
     "{retry}. Else: {cancel}",
     "history_corrupt": "restore the stored checkpoint: nothing runs on it",
@@ -33,7 +36,11 @@ def way_out(session: Session, thread: str, status: str, error: Any) -> str | Non
     # A node that fails with a code of its own is mended in its own way.
     known = status == "blocked" or code in {"step_limit", "child_failed"}
     text = _OF_CODES.get(str(code)) if known else None
+    if status == "failed" and isinstance(error, dict) and "undone" in error:
+        text = "what its run did was undone ({journal}): once its cause is mended, give the thread another run"
     return (text or _OF_STATUSES[status]).format(
         effects=session.hint("effects"),
+        journal=session.hint(f"effects {thread}"),
+        resolve=session.hint("resolve"),
         **{verb: session.hint(f"{verb} {thread}") for verb in ("retry", "cancel", "show")},
     )

@@ -280,3 +280,40 @@ def load(state, ctx):
 
 freighter.edge(START, "load")
 freighter.edge("load", END)
+
+
+# --- one that fails when it has paid, and is undone -------------------------------------------------------------------
+
+
+def refund(thread: str, what: str, *, idempotency_key: str) -> str:
+    """Take a payment back, at somebody's who does not look at the key."""
+    return ask_outside(f"refund-{what}", thread, idempotency_key)
+
+
+@effect(undo=refund)
+def charge(thread: str, what: str, *, idempotency_key: str) -> str:
+    """A payment that can be taken back."""
+    return ask_outside(what, thread, idempotency_key)
+
+
+holiday = Graph("holiday", state=Log)
+
+
+@holiday.node
+def board(state, ctx):
+    entered(ctx, "board")
+    return {"log": [ctx.effect(charge, ctx.thread, "flight", key="flight")]}
+
+
+@holiday.node
+def lodge(state, ctx):
+    entered(ctx, "lodge")
+    ctx.effect(charge, ctx.thread, "hotel", key="hotel")
+    ctx.effect(charge, ctx.thread, "car", key="car")
+    message = "no passport"
+    raise ValueError(message)
+
+
+holiday.edge(START, "board")
+holiday.edge("board", "lodge")
+holiday.edge("lodge", END)

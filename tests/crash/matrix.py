@@ -180,6 +180,27 @@ OF_APPROVED_CALLS = (
 OF_REJECTED_CALLS = _of_handler("cargo.cancel:cargo", happens="release")
 """Where a pool child dies under a two-phase tool whose call is rejected."""
 
+OF_UNDOS = (
+    Death("before_undo", "charge:car", "nothing; the effect is undone by who takes the thread next"),
+    Death(
+        "after_intent",
+        "charge:car/undo",
+        "the thread is blocked as `effect_unknown`; nothing was undone, and nothing is",
+        calls={"refund-car": 0},
+        blocked=True,
+    ),
+    Death(
+        "after_call",
+        "charge:hotel/undo",
+        "the thread is blocked as `effect_unknown`; what was undone is not undone again",
+        blocked=True,
+    ),
+    Death("after_result", "charge:hotel/undo", "nothing; the effect is known to be undone"),
+    Death("after_undo", "charge:hotel", "nothing; the effect is known to be undone"),
+    Death("after_undo", "charge:flight", "nothing; of the last one: the run then fails"),
+)
+"""Where a pool child dies while it undoes what a failed run did."""
+
 REGISTERED = Death("after_register", "", "nothing; the row lapses and is removed", of_main_process=True)
 """Where a worker dies before it takes any work."""
 
@@ -193,6 +214,7 @@ DEATHS = (
     *OF_MAIN_PROCESS,
     *OF_FAMILIES,
     *OF_CANCELS,
+    *OF_UNDOS,
     REGISTERED,
     ADMITTED,
 )

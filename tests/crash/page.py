@@ -30,8 +30,9 @@ the `tide`'s signal (6), sleeps a `night` (7) and reads the `toll` (8). It then 
 history is one line whose digests are right, and the starts of each node run, the bodies entered, the calls that a
 server outside has counted, the commands applied, the events and the final state differ by nothing but what stands here.
 `tests/crash/test_families.py` does the same to a fleet that spawns a `.boat` and joins it, and to one that is cancelled
-while its boat tows another; `tests/crash/test_tools.py` to a `load` that calls the two-phase tool `cargo`, whose
-approval is given or, at `cargo.cancel`, refused.
+while its boat tows another; `tests/crash/test_undos.py` to a holiday that charges a `flight`, a `hotel` and a `car`,
+fails, and is undone; `tests/crash/test_tools.py` to a `load` that calls the two-phase tool `cargo`, whose approval is
+given or, at `cargo.cancel`, refused.
 
 | point | what has happened there | killed at | what it costs |
 |---|---|---|---|

@@ -41,6 +41,7 @@ _LOCKS = "tests/steps/test_locks.py::test_"
 _EFFECTS = "tests/steps/test_effects.py::test_"
 _WAITS = "tests/steps/test_waits.py::test_"
 _CHILDREN = "tests/steps/test_children.py::test_"
+_UNDO = "tests/steps/test_undo.py::test_"
 
 MUTANTS = (
     Mutant(
@@ -501,5 +502,57 @@ MUTANTS = (
         "store/sweep.py",
         (("    nudges += errands.finish_due(store, limit=limit)\n", ""),),
         (_CHILDREN + "the_sweep_does_what_a_dead_process_was_about_to[sqlite-telling]",),
+    ),
+    Mutant(
+        "undoing",
+        "a run that fails is not undone",
+        "store/outcomes.py",
+        (("            if begun is not None:\n", '            if begun == "never":\n'),),
+        (_UNDO + "each_undo_is_a_claim_of_its_own_which_any_worker_may_take[sqlite]",),
+    ),
+    Mutant(
+        "undoing",
+        "the oldest effect is undone first",
+        "store/undoing.py",
+        (
+            ("effect.c.ended_at, effect.c.started_at).desc()", "effect.c.ended_at, effect.c.started_at)"),
+            ("            effect.c.started_at.desc(),\n", ""),
+        ),
+        (_UNDO + "a_failed_run_is_undone_from_its_newest_effect_to_its_oldest[sqlite]",),
+    ),
+    Mutant(
+        "undoing",
+        "the effects of an earlier run are undone, too",
+        "store/undoing.py",
+        (("        effect.c.run_id == run_id,\n", ""),),
+        (_UNDO + "a_new_run_after_a_cancelled_undoing_leaves_the_rest_as_it_is[sqlite]",),
+    ),
+    Mutant(
+        "undoing",
+        "an effect without an outcome is taken for one that has not happened",
+        "store/undoing.py",
+        (("        or_(effect.c.state == DONE, effect.c.state == INTENT),\n", "        effect.c.state == DONE,\n"),),
+        (_UNDO + "an_effect_without_an_outcome_is_asked_of_a_person_first[sqlite-happened-rest0]",),
+    ),
+    Mutant(
+        "undoing",
+        "an undo has no intent",
+        "runtime/undojournal.py",
+        (("replace(declared, idempotent=False), undo)", "declared, undo)"),),
+        (_UNDO + "a_person_may_undo_it_by_hand_or_leave_it[sqlite-True-happened-undone-3 effects were undone]",),
+    ),
+    Mutant(
+        "undoing",
+        "a run that was undone is retried",
+        "runtime/commands.py",
+        (("    if found.undoing == UNDONE:\n", "    if found.undoing < 0:\n"),),
+        (_UNDO + "the_next_run_of_the_thread_may_succeed_and_undoes_nothing_of_the_one_before[sqlite]",),
+    ),
+    Mutant(
+        "undoing",
+        "a run that reaches its step limit is not undone",
+        "store/checkpoints.py",
+        (("        is_undone = new.status == FAILED and ", '        is_undone = new.status == "never" and '),),
+        (_UNDO + "a_run_that_reaches_its_step_limit_is_undone[sqlite]",),
     ),
 )

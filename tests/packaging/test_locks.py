@@ -13,7 +13,7 @@ from packaging.utils import canonicalize_name
 pytestmark = pytest.mark.packaging
 
 ROOT = Path(__file__).parents[2]
-LOCKS = ("run", "dev", "build")
+LOCKS = ("run", "dev", "build", "examples")
 
 
 def read(name: str) -> str:
@@ -69,7 +69,7 @@ def test_a_lock_has_what_the_project_asks_for(name, groups):
         assert requirement.specifier.contains(version), requirement
 
 
-@pytest.mark.parametrize("name", ["run", "build"])
+@pytest.mark.parametrize("name", ["run", "build", "examples"])
 def test_tests_run_what_is_deployed(name):
     dev = pins("dev")
     assert {package: pin for package, pin in pins(name).items() if dev.get(package) != pin} == {}

@@ -52,6 +52,15 @@ def pay(tag: str, what: str, *, idempotency_key: str) -> str:
     return current().outside.pay(idempotency_key, tag)
 
 
+def release(tag: str, what: str, result: str, *, idempotency_key: str) -> str:
+    return current().outside.pay(idempotency_key, tag)
+
+
+@effect(undo=release)
+def reserve(tag: str, what: str, *, idempotency_key: str) -> str:
+    return current().outside.pay(idempotency_key, tag)
+
+
 def _enter(ctx: Context, tag: str) -> None:
     """The beginning of every node's body: may be stopped, may be slow, may kill its process, may fail."""
     world = current()
@@ -350,10 +359,34 @@ for _pair in ((START, "supervise"), ("supervise", "conclude"), ("conclude", END)
     lead.edge(*_pair)
 
 
+# --- one that is undone when it fails ------------------------------------------------------------------------------
+
+trip = Graph("trip", state=Work, step_limit=5)
+
+
+@trip.node
+def hold(state: Work, ctx: Context) -> dict[str, Any]:
+    held = ctx.effect(reserve, state["tag"], "hold")
+    _enter(ctx, state["tag"])
+    return _entry(state, f"hold {held}", count=state.get("count", 0) + 1)
+
+
+@trip.node(retry=IN_PLACE)
+def confirm(state: Work, ctx: Context) -> dict[str, Any]:
+    first = ctx.effect(reserve, state["tag"], "first")
+    _enter(ctx, state["tag"])
+    return _entry(state, f"confirm {first} {ctx.effect(reserve, state['tag'], 'second')}")
+
+
+trip.edge(START, "hold")
+trip.route("hold", lambda state: "hold" if state["count"] < state["size"] else "confirm", to=["hold", "confirm"])
+trip.edge("confirm", END)
+
+
 LIMITS = {"graph fan": 2, "graph aide": 1}
 """How much of a graph may run at once."""
 
-GRAPHS = {graph.name: graph for graph in (chain, loop, fan, parallel, waiting, deadline, nested, lead)}
+GRAPHS = {graph.name: graph for graph in (chain, loop, fan, parallel, waiting, deadline, nested, lead, trip)}
 """What people start."""
 SPECIALISTS = {graph.name: graph for graph in (aide, expert)}
 """What nodes start."""
@@ -420,6 +453,7 @@ _TEXTS: dict[str, Callable[[Planned, Verdict], list[str]]] = {
         f"supervise paid 1 {verdict(f'{CHILD}{run.tag}.a')} {verdict(f'{CHILD}{run.tag}.b')}",
         "conclude",
     ],
+    "trip": lambda run, _verdict: [*["hold paid 1"] * max(run.size, 1), "confirm paid 1 paid 1"],
     "aide": lambda _run, _verdict: ["assist read", "rest"],
     "expert": lambda run, verdict: [
         f"judge paid 1 {verdict(f'{run.tag} right?')} {verdict(f'{CHILD}{run.tag}.c')}",

@@ -7,6 +7,7 @@ from types import SimpleNamespace
 from typing import TYPE_CHECKING, Any
 
 from keepstep.runtime.codec import view
+from keepstep.store.schema import UNDONE
 from tests.simulation.agents import CHILD, GRAPHS, Planned
 from tests.simulation.broker import Command
 
@@ -29,7 +30,9 @@ _TROUBLES = {
     "deadline": ("poison",),
     "nested": ("refuse", "poison"),
     "lead": ("fail", "refuse", "poison"),
+    "trip": ("fail", "refuse", "poison", "slow"),
 }
+_CHOICES = (*(name for name in GRAPHS if name != "trip"), "fan", "parallel", "lead", "trip")
 _OF_CHILDREN = {".a": ("fail", "poison", "slow"), ".b": ("fail", "refuse", "poison"), ".b.c": ("fail", "slow")}
 """Troubles of the children of a run, by what their tags end in."""
 _WAITED_FOR = """
@@ -52,7 +55,7 @@ class Clients:
     def _plan(self) -> list[Planned]:
         random, planned = self._random, []
         for number in range(random.choice((1, 1, 2, 3))):
-            graph = random.choice((*GRAPHS, "fan", "parallel", "lead", "lead"))
+            graph = random.choice(_CHOICES)
             for again in range(random.choice((1, 1, 1, 2))):
                 tag = f"t{number}r{again}"
                 planned.append(Planned(f"thread{number}", graph, tag, random.randrange(8 if graph == "loop" else 6)))
@@ -146,15 +149,15 @@ class Clients:
         for run in self.planned:
             if not self.is_started(run):
                 self.start(run)
-        for thread_id, thread, graph, status, control, error in self._world.store.query(
-            "SELECT id, name, agent, status, control, error FROM keepstep_thread ORDER BY name"
+        for thread_id, thread, graph, status, control, error, undoing in self._world.store.query(
+            "SELECT id, name, agent, status, control, error, undoing FROM keepstep_thread ORDER BY name"
         ):
             if control == "pause":
                 self._send("control", thread=thread, graph=graph, action="resume")
             helps = '"effect_unknown"' not in (error or "") or not self._world.unknown(thread_id)
             if status in {"failed", "blocked"} and self._random.random() < 0.3:
                 self._edit(thread, graph)
-            if status == "failed" or (status == "blocked" and helps):
+            if (status == "failed" and undoing != UNDONE) or (status == "blocked" and helps):
                 self._send("control", thread=thread, graph=graph, action="retry", step_limit=30)
 
     def _decide(self, approval: str, kind: str, by: str, *, foreign: bool = False, positive: bool = False) -> None:

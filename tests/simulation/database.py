@@ -60,7 +60,7 @@ _ERRANDS = (
 _UNAVAILABLE_SECONDS = 0.2
 _REASONS = {
     "failed": {"node_failed", "node_timeout", "step_limit"},
-    "blocked": {"effect_unknown", "worker_lost"},
+    "blocked": {"effect_unknown", "worker_lost", "undo_failed"},
 }
 """Why a thread of these graphs may stop: their nodes are deterministic, so nothing else can be right."""
 _THREADS = """

@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 from collections import Counter
 from dataclasses import replace
+from itertools import pairwise
 from typing import TYPE_CHECKING, Any
 
 from keepstep.errors import HistoryCorrupt
@@ -12,6 +13,7 @@ from keepstep.runtime.codec import view
 from keepstep.runtime.history import restore, verify
 from keepstep.store import checkpoints
 from keepstep.store.claims import CheckpointRow
+from keepstep.store.schema import UNDONE
 from tests.simulation import agents
 from tests.simulation.agents import SIGNAL, Planned
 
@@ -33,6 +35,18 @@ JOIN keepstep_checkpoint s
 JOIN keepstep_run p ON p.id = s.run_id
 LEFT JOIN keepstep_thread t ON t.id = c.child_id LEFT JOIN keepstep_run r ON r.id = c.run_id
 """
+_RESERVED = """
+SELECT e.step || '/' || e.run || '/' || e.call, r.status, e.undone, u.state
+FROM keepstep_effect e JOIN keepstep_run r ON r.id = e.run_id
+LEFT JOIN keepstep_effect u
+    ON u.thread_id = e.thread_id AND u.step = e.step AND u.run = e.run AND u.call = e.call || '/undo'
+WHERE e.undo IS NOT NULL AND e.state = 'done'
+"""
+_RELEASED = """
+SELECT e.run_id, u.started_at, e.ended_at FROM keepstep_effect e JOIN keepstep_effect u
+    ON u.thread_id = e.thread_id AND u.step = e.step AND u.run = e.run AND u.call = e.call || '/undo'
+WHERE e.thread_id = ? AND e.undone = 'undone' ORDER BY u.started_at
+"""
 _ANSWERS = "SELECT answer FROM keepstep_wait WHERE kind = 'signal' AND answer IS NOT NULL"
 
 
@@ -42,13 +56,13 @@ def unfinished(world: World) -> list[str]:
     found = [f"{process.name} is under way" for process in processes]
     found += [f"{run.tag} is not started" for run in world.clients.planned if not world.clients.is_started(run)]
     found += [f"{command.message.id} has no reply" for command in world.clients.sent if not command.outcome]
-    for thread_id, name, status, control, error in world.store.query(
-        "SELECT id, name, status, control, error FROM keepstep_thread ORDER BY name"
+    for thread_id, name, status, control, error, undoing in world.store.query(
+        "SELECT id, name, status, control, error, undoing FROM keepstep_thread ORDER BY name"
     ):
         code = json.loads(error or "{}").get("code")
         unknown = status == "blocked" and code == "effect_unknown" and world.unknown(thread_id)
         # Input that no worker could check at the door, as none that carried the graph took the command.
-        unfit = status == "failed" and code == "state"
+        unfit = status == "failed" and (code == "state" or undoing == UNDONE)
         held_up = status == "waiting" and control == "" and _waits_for_unknown(world, thread_id)
         at_rest = status in {"done", "cancelled"} or unfit or (unknown and control == "") or held_up
         if not at_rest:
@@ -76,6 +90,7 @@ def check(world: World) -> None:
         _check_thread(world, *row)
     _check_leases(world)
     _check_effects(world)
+    _check_undone(world)
     _check_approvals(world)
     _check_commands(world)
     _check_children(world)
@@ -228,6 +243,21 @@ def _check_effects(world: World) -> None:
             world.require(world.counts["interruptions"] > 0, "an effect is unknown for no reason", key)
 
 
+def _check_undone(world: World) -> None:
+    """What a failed run has reserved is released, once and the newest first; what another run has is kept."""
+    for key, status, undone, undo in world.store.query(_RESERVED):
+        detail = f"{key} of a {status} run: {undone}, its undo {undo}"
+        if status == "failed":
+            world.counts["undone"] += 1
+            world.require(undone == "undone" and undo == "done", "a failed run was not undone", detail)
+        elif status == "done":
+            world.require(undone is None and undo is None, "a run that is done was undone", detail)
+    for (thread,) in world.store.query("SELECT DISTINCT thread_id FROM keepstep_effect WHERE undone = 'undone'"):
+        released = world.store.query(_RELEASED, thread)
+        for (run, after, before), (other, _, earlier) in pairwise(released):
+            world.require(run != other or earlier <= before, "the older was undone before the newer", f"{run} {after}")
+
+
 # --- commands -----------------------------------------------------------------------------------------------------
 
 
@@ -236,9 +266,10 @@ def _check_starts(world: World) -> None:
         rows = world.store.query("SELECT status FROM keepstep_run WHERE request_id = ?", f"request {run.tag}")
         detail = f"{run.tag}: {rows}"
         world.require(len(rows) == 1, "a start was lost or came twice", detail)
-        threads = world.store.query("SELECT id, status FROM keepstep_thread WHERE name = ?", run.thread)
-        held_up = any(status == "blocked" or _waits_for_unknown(world, thread_id) for thread_id, status in threads)
+        threads = world.store.query("SELECT id, status, undoing FROM keepstep_thread WHERE name = ?", run.thread)
+        held_up = any(status == "blocked" or _waits_for_unknown(world, thread_id) for thread_id, status, _ in threads)
         at_rest = {"done", "cancelled"} | ({"queued", "running"} if held_up else set())
+        at_rest |= {"failed"} if any(undoing == UNDONE for *_, undoing in threads) else set()
         world.require(rows[0][0] in at_rest or _was_left(world, run), "a run was forgotten", detail)
 
 

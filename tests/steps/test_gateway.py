@@ -502,8 +502,7 @@ def test_masked_arguments_are_seen_by_nobody_and_run_as_they_are(deploy, policie
     assert d.drain() == "done"
     assert outside.calls == [("4111-1111", 4)]
     tables = d.dump()
-    for name in ("keepstep_audit", "keepstep_approval", "keepstep_decision", "keepstep_wait", "keepstep_event"):
-        assert "4111" not in repr(tables[name])
+    assert "4111" not in repr(tables)
 
 
 def test_tool_and_policy_that_both_name_roles_ask_those_of_both(deploy, policies):

@@ -433,6 +433,54 @@ def test_a_node_cannot_swallow_that_a_call_was_cut_off(deploy):
     assert d.error[0] == "effect_unknown"
 
 
+@pytest.mark.parametrize("asynchronous", [False, True])
+def test_what_a_tool_did_is_undone_when_the_run_fails(deploy, monkeypatch, asynchronous):
+    monkeypatch.setenv("BANK_KEY", "s3cr3t-of-the-bank")
+    outside = Outside()
+
+    def refund(order, result, *, api_key, idempotency_key):
+        outside.calls.append(("refund", order, result, api_key))
+        outside.keys.append(idempotency_key)
+
+    @tool(undo=refund, secrets={"api_key": "env:BANK_KEY"})
+    def pay(order: str, *, api_key: str, idempotency_key: str) -> str:
+        outside.calls.append(("pay", order, api_key))
+        outside.keys.append(idempotency_key)
+        return "receipt"
+
+    def fail(_ctx, _result):
+        raise Declined
+
+    d = deploy(acts(call_of(pay, {"order": "7"}, asynchronous, then=fail), asynchronous=asynchronous))
+    d.start()
+    assert d.drain() == "failed"
+    assert outside.calls == [("pay", "7", "s3cr3t-of-the-bank"), ("refund", "7", "receipt", "s3cr3t-of-the-bank")]
+    assert outside.keys[1] == f"{outside.keys[0]}/undo"
+    assert "s3cr3t" not in repr(d.dump())
+
+
+def test_an_undo_that_tells_a_secret_is_masked(deploy, monkeypatch):
+    monkeypatch.setenv("BANK_KEY", "s3cr3t-of-the-bank")
+
+    def refund(order, *, api_key):
+        message = f"no refunds with {api_key}"
+        raise ValueError(message)
+
+    @tool(undo=refund, secrets={"api_key": "env:BANK_KEY"})
+    def pay(order: str, *, api_key: str) -> None:
+        """Pay."""
+
+    def body(ctx):
+        ctx.call(pay, {"order": "7"})
+        raise Declined
+
+    d = deploy(acts(body))
+    d.start()
+    d.drain()
+    assert "no refunds with ***" in repr(d.dump())
+    assert "s3cr3t" not in repr(d.dump())
+
+
 def test_there_is_no_way_past_the_gateway(deploy):
     outside = Outside()
     pay = paying(outside)

@@ -11,7 +11,7 @@ from decimal import Decimal
 import msgspec
 import pytest
 
-from keepstep import END, NOT_DONE, START, Graph, Retry, effect
+from keepstep import END, NOT_DONE, START, AnswerLost, Graph, Retry, effect
 from keepstep.crashpoints import Died
 from keepstep.errors import EffectGivenUp, GraphError, InvalidInput, NotFound, WrongStatus
 from keepstep.store import effects, workers
@@ -632,3 +632,38 @@ def test_an_async_node_asks_at_once_too(deploy):
     d.start()
     assert d.drain() == "done"
     assert len(bank.outside.calls) == len(bank.asked) == 1
+
+
+def test_a_lost_answer_of_what_may_be_repeated_is_an_error_like_others(deploy, bank):
+    def read(*, idempotency_key):
+        bank.asked.append(idempotency_key)
+        if len(bank.asked) == 1:
+            raise AnswerLost
+        return "read"
+
+    d = deploy(acts(lambda ctx: ctx.effect(effect(idempotent=True)(read)), retry=AGAIN))
+    d.start()
+
+    assert d.drain() == "done"
+    assert d.values()["log"] == ["read"]
+    assert len(bank.asked) == 2
+    assert len(set(bank.asked)) == 1
+
+
+def test_a_lookup_whose_answer_is_lost_is_asked_again(deploy, bank):
+    receipt = Receipt(7, Decimal("12.50"))
+
+    def find(amount, *, idempotency_key):
+        bank.asked.append(idempotency_key)
+        if len(bank.asked) == 1:
+            raise AnswerLost
+        return receipt
+
+    d = deploy(graph_of(bank.declared(lookup=find)))
+    d.start()
+    killed(d)
+
+    assert d.drain() == "done"
+    assert d.values()["log"] == [receipt]
+    assert len(bank.asked) == 2
+    assert len(bank.outside.calls) == 1

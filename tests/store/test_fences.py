@@ -5,11 +5,12 @@ from __future__ import annotations
 import pytest
 
 from keepstep.errors import StaleLease
-from keepstep.store import claims, effects, leases, outcomes, threads
+from keepstep.store import claims, effects, leases, outcomes, threads, undone
 from keepstep.store.checkpoints import NewEvent, commit
 from keepstep.store.effects import EffectKey
 from keepstep.store.leases import Owner
 from keepstep.store.outcomes import NewApproval, NewNodeRun, NewWait
+from keepstep.store.undoing import Undoable
 from tests.store.records import CARRIED, OWNER, checkpoint, claimed, created, dump
 
 EVENTS = [NewEvent("n", b"event")]
@@ -17,6 +18,7 @@ APPROVAL = NewWait(
     0, "approval", b"d", approval=NewApproval("approval", "approve", b"question", 1, "reject"), seconds=9
 )
 SIGNAL = NewWait(1, "signal", b"d", signal_name="go")
+UNDOABLE = Undoable("key", "n", "pay:1", "pay", "done", b"a", None, "shop.unpay")
 FANNED = [NewNodeRun(f"n#{number}", "key", "n", b"input", 60.0) for number in range(3)]
 
 
@@ -60,6 +62,10 @@ def _refuse(store, fence):
     outcomes.refuse_run(store, fence, "run", "{}")
 
 
+def _go_on_undoing(store, fence):
+    undone.went_on(store, fence, UNDOABLE)
+
+
 def _fan_out(store, fence):
     outcomes.fan_out(store, fence, FANNED)
 
@@ -79,7 +85,7 @@ def _record(store, fence):
 
 
 BOTH = [_park, _postpone, _begin_attempt, _intend, _record]
-OF_THREADS = [_commit, _commit_alone, _end, _stop, _block, _refuse, _fan_out, *BOTH]
+OF_THREADS = [_commit, _commit_alone, _end, _stop, _block, _refuse, _go_on_undoing, _fan_out, *BOTH]
 OF_NODE_RUNS = [_finish_node, *BOTH]
 
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import multiprocessing
 
 from alembic import command
 from alembic.autogenerate import compare_metadata
@@ -36,3 +37,26 @@ def test_a_database_of_the_release_before_is_brought_up_to_date(empty_postgresql
         workers.renew(store, "w", window_seconds=1e12, clock_skew=-1.5)
         assert [worker.clock_skew for worker in workers.live(store)] == [-1.5]
         store.dispose()
+
+
+def test_workers_that_find_an_empty_file_at_once_all_find_the_schema(tmp_path):
+    url = f"sqlite:///{tmp_path}/new.db"
+    context = multiprocessing.get_context("fork")
+    started = context.Barrier(6)
+
+    def prepare():
+        started.wait(30)
+        # Whoever comes a little later must not see what the first has done so far.
+        for _ in range(20):
+            store = Store.open(url)
+            migrate.prepare(store)
+            store.dispose()
+
+    crowd = [context.Process(target=prepare) for _ in range(6)]
+    for each in crowd:
+        each.start()
+    for each in crowd:
+        each.join(60)
+
+    assert [each.exitcode for each in crowd] == [0] * 6
+    assert migrate.state(Store.open(url)).is_current

@@ -218,7 +218,8 @@ def look(terminal: Terminal) -> None:
 
     examined = terminal.ask("doctor")
     assert examined["healthy"] is True
-    assert {each["level"] for each in examined["checks"]} == {"ok"}
+    # Nobody signs here; where others reach the broker that is worth a word.
+    assert {each["what"] for each in examined["checks"] if each["level"] != "ok"} <= {"signatures"}
 
 
 def test_a_run_that_reaches_its_step_limit_goes_on_with_a_higher_one(laptop):

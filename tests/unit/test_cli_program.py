@@ -44,11 +44,14 @@ def program(*arguments, cwd=None, **options):
 
 
 def test_every_command_of_the_design_is_there():
-    assert set(all_commands()) == {f"keepstep {name}" for name in (*LOOKING, *SENDING, "worker", "limit", "doctor")} | {
+    assert set(all_commands()) == {
+        f"keepstep {name}" for name in (*LOOKING, *SENDING, "worker", "relay", "limit", "doctor", "new-key")
+    } | {
         "keepstep db upgrade",
         "keepstep db status",
         "keepstep policy check",
         "keepstep policy test",
+        "keepstep db install-outbox",
     }
 
 

@@ -35,6 +35,15 @@ OPERATING = Path(__file__).parents[2] / "docs" / "operating.md"
         ),
         ("blocked", "history_corrupt", "restore the stored checkpoint: nothing runs on it"),
         ("blocked", "worker_lost", "mend what takes its worker down, then keepstep retry T"),
+        (
+            "blocked",
+            "undo_failed",
+            (
+                "mend what the undo meets, then keepstep retry T; or undo it by hand, and say so: keepstep resolve "
+                "KEY/undo --happened null (keepstep effects T shows the key)"
+            ),
+        ),
+        ("blocked", "undo_unavailable", "deploy code that declares the undo, then keepstep retry T"),
         ("blocked", "unheard_of", "look at it (keepstep show T), then keepstep retry T or keepstep cancel T"),
         ("failed", "step_limit", "keepstep retry T --step-limit N"),
         (
@@ -60,6 +69,12 @@ def test_every_code_of_a_blocked_thread_in_the_operators_manual_has_a_way_out_of
     other = way_out(Session(), "T", "blocked", {"code": "unheard_of"})
     for code in codes:
         assert way_out(Session(), "T", "blocked", {"code": code}) != other, code
+
+
+def test_a_run_that_was_undone_is_not_retried():
+    error = {"code": "node_failed", "message": "m", "undone": 2}
+    way = "what its run did was undone (keepstep effects T): once its cause is mended, give the thread another run"
+    assert way_out(Session(), "T", "failed", error) == way
 
 
 def test_hints_keep_the_options_that_were_given():

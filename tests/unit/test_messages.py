@@ -37,7 +37,7 @@ def test_commands_are_read_with_their_defaults():
     assert isinstance(start, messages.Start)
     assert start.model_dump() == START | {
         "application": "default", "request_id": None, "if_running": "queue", "step_limit": None,
-        "priority": None,
+        "priority": None, "by": None,
     }  # fmt: skip
     assert isinstance(parse(DECIDE), messages.Decide)
     assert isinstance(parse(SIGNAL), messages.SignalMessage)

@@ -175,6 +175,18 @@ def ask(state, ctx):
 asking.edge(START, "ask")
 asking.edge("ask", END)
 
+asked = Graph("asked", state=Log)
+
+
+@asked.node
+def ask_some(state, ctx):
+    decision = ctx.approve("Go on?", to=["finance", "anna"])
+    return {"done": [decision.verdict]}
+
+
+asked.edge(START, "ask_some")
+asked.edge("ask_some", END)
+
 
 # --- one short node; one that hangs where nothing is heard; one that will not hear ------------------------------------
 

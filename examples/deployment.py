@@ -1,4 +1,4 @@
-"""The show's deployment: a folder with a database and a broker in it, and worker processes that can be killed."""
+"""A show's deployment: a folder with a database and a broker in it, and worker processes that can be killed."""
 
 from __future__ import annotations
 
@@ -8,18 +8,17 @@ import signal
 import subprocess
 import sys
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from contextlib import suppress
 from pathlib import Path
-from types import TracebackType
+from types import MappingProxyType, TracebackType
 from typing import Any, Self, TypeVar
 
 from keepstep.settings import Settings, load
 
 T = TypeVar("T")
 
-ROOT = Path(__file__).parents[2]
-WORKER_COMMAND = [sys.executable, "-m", "keepstep", "worker", "examples/licence_audit/agent.py"]
+ROOT = Path(__file__).parents[1]
 _STOP_SECONDS = 10.0
 _LOG_CHARACTERS = 2000
 
@@ -42,14 +41,14 @@ def until(look: Callable[[], T | None], seconds: float, what: str) -> T:
 class WorkerProcess:
     """One `keepstep worker`: a supervisor, the worker that it watches over, and the worker's pool."""
 
-    def __init__(self, name: str, environment: dict[str, str], log: Path, *, concurrency: int) -> None:
+    def __init__(self, name: str, module: str, environment: dict[str, str], log: Path, *, concurrency: int) -> None:
         self.name = name
         self.log = log
         self.id = ""
         """The worker's id in the database, once it has registered."""
         self.pid = 0
         """The worker's own; the supervisor's is `supervisor.pid`."""
-        command = [*WORKER_COMMAND, "--concurrency", str(concurrency)]
+        command = [sys.executable, "-m", "keepstep", "worker", module, "--concurrency", str(concurrency)]
         with log.open("wb") as out:
             # A group of its own: Ctrl+C is for the show alone, which then stops its workers in order.
             self.supervisor = subprocess.Popen(
@@ -103,8 +102,10 @@ class WorkerProcess:
 class Deployment:
     """A database, a broker and workers in one folder; leaving it ends every process that it started."""
 
-    def __init__(self, folder: Path) -> None:
+    def __init__(self, folder: Path, module: str, environment: Mapping[str, str] = MappingProxyType({})) -> None:
+        """`module`: the file whose graphs the workers carry; `environment`: what else they are told."""
         self.folder = folder
+        self.module = module
         self.broker = folder / "broker"
         chosen = {
             "KEEPSTEP_DATABASE": f"sqlite:///{folder / 'keepstep.db'}",
@@ -115,40 +116,25 @@ class Deployment:
             "KEEPSTEP_SWEEP_SECONDS": "0.5",
         }
         inherited = {name: value for name, value in os.environ.items() if not name.startswith("KEEPSTEP_")}
-        self.environment = {**inherited, **chosen}
+        self.environment = {**inherited, **chosen, **environment}
         self.producer_environment = {**inherited, "KEEPSTEP_BROKER": chosen["KEEPSTEP_BROKER"]}
         self.settings: Settings = load(**{name.removeprefix("KEEPSTEP_").lower(): chosen[name] for name in chosen})
         self.workers: list[WorkerProcess] = []
 
     def start_workers(self, count: int, *, concurrency: int, seconds: float = 60.0) -> list[WorkerProcess]:
         """Start workers and return when all of them are at work."""
-        for number in range(1, count + 1):
-            log = self.folder / f"worker-{number}.log"
-            self.workers.append(WorkerProcess(f"worker {number}", self.environment, log, concurrency=concurrency))
+        for _ in range(count):
+            self.start_worker(concurrency=concurrency)
         until(lambda: all(worker.started() for worker in self.workers), seconds, "the workers' start")
         return self.workers
 
-    def decide(self, approval: str, *options: str, seconds: float = 40.0) -> str:
-        """Send a decision from a process of its own, which knows the broker and not the database; return its words."""
-        command = [sys.executable, "-m", "examples.licence_audit.decide", approval, *options]
-        try:
-            done = subprocess.run(
-                command,
-                env=self.producer_environment,
-                cwd=ROOT,
-                stdin=subprocess.DEVNULL,
-                capture_output=True,
-                text=True,
-                timeout=seconds,
-                check=False,
-            )
-        except subprocess.TimeoutExpired:
-            message = f"the producer did not end within {seconds:g} s"
-            raise ShowFailed(message) from None
-        if done.returncode:
-            message = f"the producer's decision was not accepted: {done.stderr.strip()}"
-            raise ShowFailed(message)
-        return done.stdout.strip()
+    def start_worker(self, *, concurrency: int) -> WorkerProcess:
+        """Start one more worker and return at once."""
+        number = len(self.workers) + 1
+        log = self.folder / f"worker-{number}.log"
+        worker = WorkerProcess(f"worker {number}", self.module, self.environment, log, concurrency=concurrency)
+        self.workers.append(worker)
+        return worker
 
     def messages(self) -> int:
         """Return how many commands and nudges are in the broker's folder, waiting or taken and not acknowledged."""

@@ -1,4 +1,4 @@
-"""What the show prints: bars that move on a terminal, plain lines anywhere else."""
+"""What a show prints: bars that move on a terminal, plain lines anywhere else."""
 
 from __future__ import annotations
 

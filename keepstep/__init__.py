@@ -11,7 +11,19 @@ from typing import TYPE_CHECKING
 
 if TYPE_CHECKING:
     from keepstep.client import Client, Receipt
-    from keepstep.errors import AnswerLost, ChildFailed
+    from keepstep.errors import (
+        AnswerLost,
+        CallCancelled,
+        CallDenied,
+        CallRefused,
+        CallRejected,
+        CallTimeout,
+        ChildFailed,
+        RateLimited,
+        SecretNotFound,
+        ToolArguments,
+        UnknownTool,
+    )
     from keepstep.runtime.children import Child, ChildResult
     from keepstep.runtime.context import AsyncContext, Context
     from keepstep.runtime.effects import NOT_DONE, effect
@@ -19,7 +31,9 @@ if TYPE_CHECKING:
     from keepstep.runtime.models import ModelReply
     from keepstep.runtime.policy import Retry
     from keepstep.runtime.reader import Reader
+    from keepstep.runtime.secrets import Secret
     from keepstep.runtime.state import add, append
+    from keepstep.runtime.tools import Tool, tool
     from keepstep.runtime.waits import Decision, Signal
 
 __version__ = "0.1.0"
@@ -42,7 +56,19 @@ _HOMES = {
     "Send": "keepstep.runtime.graph",
     "ModelReply": "keepstep.runtime.models",
     "Retry": "keepstep.runtime.policy",
+    "RateLimited": "keepstep.errors",
     "Reader": "keepstep.runtime.reader",
+    "Secret": "keepstep.runtime.secrets",
+    "SecretNotFound": "keepstep.errors",
+    "CallCancelled": "keepstep.errors",
+    "CallDenied": "keepstep.errors",
+    "CallRefused": "keepstep.errors",
+    "CallRejected": "keepstep.errors",
+    "CallTimeout": "keepstep.errors",
+    "ToolArguments": "keepstep.errors",
+    "UnknownTool": "keepstep.errors",
+    "Tool": "keepstep.runtime.tools",
+    "tool": "keepstep.runtime.tools",
     "add": "keepstep.runtime.state",
     "append": "keepstep.runtime.state",
     "Decision": "keepstep.runtime.waits",
@@ -55,6 +81,11 @@ __all__ = [
     "START",
     "AnswerLost",
     "AsyncContext",
+    "CallCancelled",
+    "CallDenied",
+    "CallRefused",
+    "CallRejected",
+    "CallTimeout",
     "Child",
     "ChildFailed",
     "ChildResult",
@@ -64,14 +95,21 @@ __all__ = [
     "Goto",
     "Graph",
     "ModelReply",
+    "RateLimited",
     "Reader",
     "Receipt",
     "Retry",
+    "Secret",
+    "SecretNotFound",
     "Send",
     "Signal",
+    "Tool",
+    "ToolArguments",
+    "UnknownTool",
     "add",
     "append",
     "effect",
+    "tool",
 ]
 
 

@@ -7,7 +7,7 @@ running the same thing again can help.
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from typing import ClassVar
 
 
@@ -62,6 +62,12 @@ class StateError(InvalidInput):
     code = "state"
 
 
+class ToolArguments(StateError):
+    """The arguments of a call do not fit the tool; nothing was called."""
+
+    code = "tool_arguments"
+
+
 class ConflictingWrites(StateError):
     """Two node runs of one super-step wrote one key that has no reducer."""
 
@@ -98,10 +104,22 @@ class InvalidSettings(InvalidInput):
     code = "invalid_settings"
 
 
+class PolicyError(InvalidInput):
+    """A policy cannot be used; the message names its file and line."""
+
+    code = "policy"
+
+
 class NotFound(InvalidInput):
     """There is nothing of that name or id."""
 
     code = "not_found"
+
+
+class UnknownTool(NotFound):
+    """The graph has no tool of that name."""
+
+    code = "unknown_tool"
 
 
 class Ambiguous(InvalidInput):
@@ -238,16 +256,64 @@ class AnswerLost(StepError):
     retryable = True
 
 
+class CallTimeout(AnswerLost):
+    """A tool call ran longer than its timeout: it may have happened."""
+
+    code = "call_timeout"
+    retryable = True
+
+
+class CallRefused(StepError):
+    """A tool call was not let through; the tool was not called."""
+
+    code = "call_refused"
+
+
+class CallDenied(CallRefused):
+    """A policy forbids the tool call. `policies` are the ids of those that decided, `reason` is for people."""
+
+    code = "call_denied"
+
+    def __init__(self, message: str | None = None, *, policies: Sequence[str] = (), reason: str = "") -> None:
+        super().__init__(message)
+        self.policies = tuple(policies)
+        self.reason = reason
+
+
+class CallRejected(CallRefused):
+    """People did not approve the tool call. `verdict` is `reject` or `expired`, `by` and `comment` say who and why."""
+
+    code = "call_rejected"
+
+    def __init__(
+        self, message: str | None = None, *, verdict: str = "reject", by: str | None = None, comment: str | None = None
+    ) -> None:
+        super().__init__(message)
+        self.verdict = verdict
+        self.by = by
+        self.comment = comment
+
+
+class CallCancelled(StepError):
+    """A prepared tool call failed for good and what was prepared is cancelled; `reason` is the failure's text."""
+
+    code = "call_cancelled"
+
+    def __init__(self, message: str | None = None, *, reason: str = "") -> None:
+        super().__init__(message)
+        self.reason = reason
+
+
 class EffectGivenUp(StepError):
     """An effect whose outcome was unknown was given up by a person; the node decides what that means."""
 
     code = "effect_given_up"
 
 
-class EffectPending(StepError):
-    """An effect may still be under way outside; the node run is put off until it must have settled."""
+class PutOff(StepError):
+    """The node run cannot go on now, which is nobody's failure; it runs again in `seconds` and holds no worker."""
 
-    code = "effect_pending"
+    code = "put_off"
 
     def __init__(self, message: str = "", *, seconds: float = 0.0) -> None:
         super().__init__(message)
@@ -270,6 +336,32 @@ class JournalMissing(StepError):
     """A database has no journal table; `keepstep db install-journal` makes it."""
 
     code = "journal_missing"
+
+
+class EffectPending(PutOff):
+    """An effect may still be under way outside; the node run is put off until it must have settled."""
+
+    code = "effect_pending"
+
+
+class RateLimited(StepError):
+    """The tool refused the call, which did not happen: there were too many.
+
+    A tool raises it itself; `retry_after` says in how many seconds there may be another call, None: it was not said.
+    """
+
+    code = "rate_limited"
+    retryable = True
+
+    def __init__(self, message: str | None = None, retry_after: float | None = None) -> None:
+        super().__init__(message)
+        self.retry_after = retry_after
+
+
+class SecretNotFound(StepError):
+    """A secret's reference leads to nothing."""
+
+    code = "secret_not_found"
 
 
 class ThreadBlocked(StepError):
@@ -372,6 +464,12 @@ class NotConfirmed(Unavailable):
     """No worker has confirmed the message in time; it may still be accepted later."""
 
     code = "not_confirmed"
+
+
+class SecretUnavailable(Unavailable):
+    """Where secrets are kept cannot be reached."""
+
+    code = "secret_unavailable"
 
 
 class DuplicateRow(KeepstepError):

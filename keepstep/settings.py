@@ -55,6 +55,11 @@ class Settings(BaseSettings):
     queue: str = "keepstep"
     """Prefix of every queue's name, so that deployments can share a broker."""
 
+    policies: str = ""
+    """Folder or file of Cedar policies (`*.cedar`) that say which tools may be called; empty: none, all may."""
+    secrets_provider: Annotated[str, Field(pattern=r"^$|^[A-Za-z_][\w.]*:[A-Za-z_]\w*$")] = ""
+    """Function (`module:function`) that is called with a tenant and a secret's name and returns the secret's text."""
+
     renew_seconds: Seconds = 3.0
     """How often a worker renews its `alive_until`."""
     liveness_window_seconds: Seconds = 10.0

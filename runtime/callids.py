@@ -64,6 +64,14 @@ class CallIds(Generic[V]):
         self._occurrences[base] = occurrence + 1
         return f"{base}:{occurrence}"
 
+    def resume(self, call: str, value: V) -> None:
+        """Say that a call which this attempt has asked for is under way again."""
+        with self._lock:
+            if self._closed:
+                message = f"call {call} was to be made again when the node had ended; nothing was done"
+                raise StepError(message)
+            self.under_way[call] = value
+
     def end(self, call: str) -> None:
         """Say that a call is not under way any more."""
         with self._lock:

@@ -121,6 +121,7 @@ class ChildBook:
     def spawn(self, graph: Graph | str, given: object, thread: str | None, key: str | None) -> Child:
         """Return a child, started now or by an earlier attempt of the node run."""
         wish = self._wish(graph, given, thread)
+        self._journal.masker.refuse(key, "$.key")
         call = self._ids.reserve(f"a child of graph {wish.graph!r}", wish.graph, wish.digest, key, None)
         try:
             with undisturbed():
@@ -146,6 +147,8 @@ class ChildBook:
         else:
             compiled, codec, name = None, self._runtime.plain_codec, checked_name("a graph's name", graph)
         stored = codec.encode(given, path="$.input")
+        self._journal.masker.refuse(given, "$.input", stored)
+        self._journal.masker.refuse(thread, "$.thread")
         parts = (name.encode(), b"" if thread is None else thread.encode(), stored)
         return _Wish(name, compiled, stored, hashlib.blake2b(b"\x1f".join(parts), digest_size=16).digest())
 

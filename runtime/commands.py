@@ -13,8 +13,6 @@ from collections.abc import Callable
 from dataclasses import dataclass, field, replace
 from typing import Any, Protocol
 
-import jsonschema
-
 from keepstep.crashpoints import reach
 from keepstep.errors import (
     Ambiguous,
@@ -27,7 +25,6 @@ from keepstep.errors import (
     NotFound,
     RunInProgress,
     RunUndone,
-    StateError,
     TooLarge,
     UnknownGraph,
     WrongStatus,
@@ -310,6 +307,8 @@ def _decide(
     _check_verdict(found, question, message)
     if message.arguments is not None:
         edits.check(question["arguments"], message.arguments)
+        if question.get("schema") is not None:
+            edits.check_schema(json.loads(question["schema"]), message.arguments, "$.arguments")
     _check_agreement(found, earlier, message)
     waits.record_decision(transaction, found.id, found.tenant, decision)
     status = _closes(found, earlier, message)
@@ -357,14 +356,7 @@ def _check_verdict(found: ApprovalState, question: Any, message: DecideMessage) 
         raise InvalidInput(text)
     schema = question.get("schema")
     if message.verdict == "answer" and schema is not None:
-        validator = jsonschema.Draft202012Validator(
-            json.loads(schema), format_checker=jsonschema.Draft202012Validator.FORMAT_CHECKER
-        )
-        problem = next(iter(validator.iter_errors(message.answer)), None)
-        if problem is not None:
-            path = "".join(f"[{part}]" if isinstance(part, int) else f".{part}" for part in problem.absolute_path)
-            text = f"$.answer{path}: does not fit the question's schema ({problem.validator})"
-            raise StateError(text)
+        edits.check_schema(json.loads(schema), message.answer, "$.answer")
 
 
 def _check_agreement(found: ApprovalState, earlier: list[DecisionState], message: DecideMessage) -> None:

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any
 
@@ -15,6 +15,7 @@ from keepstep.runtime.routing import END, START, Choose
 if TYPE_CHECKING:
     from keepstep.runtime.graph import Graph
     from keepstep.runtime.state import StateSchema
+    from keepstep.runtime.tools import Tool
     from keepstep.runtime.types import TypeRegistry
 
 
@@ -80,6 +81,8 @@ class CompiledGraph:
     """What transactions may be had on, those of subgraphs included."""
     owners: dict[str, tuple[CompiledGraph, Node]] = field(default_factory=dict)
     """By node path: the node, and the graph it belongs to."""
+    tools: Mapping[str, Tool[..., Any]] = field(default_factory=dict)
+    """By name, what nodes may call by name."""
 
     def __repr__(self) -> str:
         return f"CompiledGraph({self.name!r}, version={self.version!r})"
@@ -91,6 +94,11 @@ class CompiledGraph:
     def graph_at(self, path: str) -> CompiledGraph:
         """Return the graph, this or a subgraph, whose node is at a path; its schema is the state that node sees."""
         return self._owned(path)[0]
+
+    def tools_at(self, path: str) -> Mapping[str, Tool[..., Any]]:
+        """Return the tools that the node at a path may call by name: of its own graph, and of this one."""
+        own = self.graph_at(path).tools
+        return own if own is self.tools else {**self.tools, **own}
 
     def _owned(self, path: str) -> tuple[CompiledGraph, Node]:
         found = self.owners.get(path)
@@ -144,6 +152,7 @@ def compiled(graph: Graph, inside: tuple[Graph, ...] = ()) -> CompiledGraph:
         or any(node.subgraph.decides for node in nodes.values() if node.subgraph is not None),
         databases=databases,
         owners=owners,
+        tools=graph.tools,
     )
     owners.update({name: (whole, node) for name, node in nodes.items()})
     return whole

@@ -19,20 +19,22 @@ from datetime import UTC, datetime, timedelta
 from functools import cached_property
 from typing import TYPE_CHECKING, Any, TypeVar
 
-import structlog
-
 from keepstep.errors import InvalidInput
 from keepstep.runtime import models, performing
 from keepstep.runtime.blocks import refuse_inside
 from keepstep.runtime.children import Child, ChildBook
 from keepstep.runtime.codec import Codec
 from keepstep.runtime.effects import effect
+from keepstep.runtime.gateway import Gateway
 from keepstep.runtime.graph import Graph
 from keepstep.runtime.journal import Journal
 from keepstep.runtime.models import ModelOptions, ModelReply
 from keepstep.runtime.outcome import Parked
 from keepstep.runtime.place import Place
 from keepstep.runtime.responsespool import ResponseSpool
+from keepstep.runtime.secretbook import SecretBook
+from keepstep.runtime.secrets import Secret
+from keepstep.runtime.tools import Tool
 from keepstep.runtime.transactions import TransactionBook, held
 from keepstep.runtime.waits import Decision, Question, Signal, WaitBook, gathered
 from keepstep.store.checkpoints import NewEvent
@@ -53,6 +55,8 @@ class Attempt:
     children: ChildBook
     transactions: TransactionBook
     codec: Codec
+    secrets: SecretBook
+    gateway: Gateway
     failures: Callable[[], Sequence[Mapping[str, Any]]]
     """What failed, and was to be continued after, in the super-step before."""
     responses: ResponseSpool | None = None
@@ -131,9 +135,9 @@ class _Facts:
 
     @cached_property
     def log(self) -> Any:
-        """A structured logger that carries the ids of this attempt."""
+        """A structured logger that carries the ids of this attempt, and shows none of the secrets it resolved."""
         place = self._attempt.place
-        return structlog.get_logger("keepstep.node").bind(
+        return self._attempt.secrets.logger("keepstep.node").bind(
             tenant=place.tenant,
             thread=place.thread,
             run=place.run,
@@ -190,6 +194,23 @@ class Context(_Facts):
         procedure = performing.effect(self._attempt.journal, fn, args, kwargs, key)
         return performing.perform(procedure)  # type: ignore[no-any-return]  # what fn returned
 
+    def call(self, tool: Tool[..., Any] | str, arguments: Mapping[str, Any], /, *, key: str | None = None) -> Any:
+        """Call a tool through the gateway, once, and return its result; on a retry the recorded one.
+
+        `tool`: a `Tool`, or the name of one of the graph's, as a model gives it. `arguments`: a mapping by name; what a
+        model gave is converted to the tool's types. `key` names the call, as in `effect`. Raises `UnknownTool`;
+        `ToolArguments` naming every path that does not fit; `CallDenied` when a policy forbids it; `CallRejected` when
+        people did, or did not answer in time (both are `CallRefused`); `CallCancelled` when a two-phase tool failed and
+        was cancelled; the tool's own error when it failed; what `effect` raises. The node run is put off when the call
+        is over a rate.
+        """
+        gateway = self._attempt.gateway
+        chosen = gateway.tool(tool)
+        if chosen.is_async:
+            message = f"ctx.call: tool {chosen.name!r} is async: call it in an async node, or make it a plain function"
+            raise InvalidInput(message)
+        return performing.perform(gateway.call(chosen, arguments, key))
+
     def transaction(
         self, database: str | None = None, /, *, key: str | None = None
     ) -> AbstractContextManager[Connection]:
@@ -234,6 +255,15 @@ class Context(_Facts):
             raise InvalidInput(message)
         options = ModelOptions(key, name, prompt_version, model_version, tools, on_chunk)
         return performing.perform(models.model(self._attempt.journal, self._attempt.responses, call, request, options))
+
+    def secret(self, ref: str, /) -> Secret:
+        """Return a secret: `env:NAME`, `file:/run/secrets/x`, or a name that the deployment's provider knows.
+
+        Never journaled nor stored: a retry resolves it again. An update, event, question or argument that holds its
+        text is refused (`NotStorable`); in results, errors and lines of `ctx.log` the text is masked. As an argument of
+        `ctx.effect` the `Secret` itself is known by its reference. Raises `SecretNotFound`, `SecretUnavailable`.
+        """
+        return self._attempt.secrets.resolve(ref)
 
     def approve(
         self,
@@ -411,6 +441,14 @@ class AsyncContext(_Facts):
     @cached_property
     def _sync(self) -> Context:
         return Context(self._attempt)
+
+    async def call(self, tool: Tool[..., Any] | str, arguments: Mapping[str, Any], /, *, key: str | None = None) -> Any:
+        """Call a tool through the gateway, once; see `Context.call`. Its functions may be plain or async."""
+        return await self._acting(performing.perform_async(self._attempt.gateway.call(tool, arguments, key)))
+
+    async def secret(self, ref: str, /) -> Secret:
+        """Return a secret; see `Context.secret`."""
+        return await asyncio.to_thread(self._attempt.secrets.resolve, ref)
 
     async def approve(self, question: str, /, **options: Any) -> Decision:
         """Ask people for approval; see `Context.approve`."""

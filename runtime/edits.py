@@ -8,6 +8,7 @@ from decimal import Decimal
 from typing import Any
 from uuid import UUID
 
+import jsonschema
 from pydantic import TypeAdapter, ValidationError
 
 from keepstep.errors import StateError
@@ -39,6 +40,16 @@ def check(original: Any, edited: Any, path: str = "$.arguments") -> None:
         raise StateError(message)
     elif original is not None and _kind(original) != _kind(edited):
         message = f"{path}: is {_kind(original)} and cannot be edited to {_kind(edited)}"
+        raise StateError(message)
+
+
+def check_schema(schema: Any, value: Any, path: str) -> None:
+    """Refuse what does not fit a question's JSON schema; raise `StateError` naming the path."""
+    kind = jsonschema.Draft202012Validator
+    problem = next(iter(kind(schema, format_checker=kind.FORMAT_CHECKER).iter_errors(value)), None)
+    if problem is not None:
+        place = "".join(f"[{part}]" if isinstance(part, int) else f".{part}" for part in problem.absolute_path)
+        message = f"{path}{place}: does not fit the question's schema ({problem.validator})"
         raise StateError(message)
 
 

@@ -26,6 +26,8 @@ P = ParamSpec("P")
 R = TypeVar("R")
 
 _DECLARED = "__keepstep_effect__"
+TOOL = "__keepstep_tool__"
+"""What says of an object that it is a tool, which has no other way out than the gateway."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -38,6 +40,10 @@ class EffectDeclaration:
     settling_seconds: float = 0.0
     undo_name: str | None = None
     """What the journal calls the function that undoes it (see `undos`); None: nothing does."""
+    timeout_seconds: float | None = None
+    """Of one call; None: the node's own time alone."""
+    counted: bool = False
+    """Whether failures are recorded, and so how many calls were made, although it may safely happen twice."""
 
 
 class _NotDone(enum.Enum):
@@ -113,6 +119,11 @@ def _declared(
     return function
 
 
+def redeclare(function: Callable[..., Any], declaration: EffectDeclaration) -> None:
+    """Let a function that was declared say something else about itself as an effect."""
+    setattr(function, _DECLARED, declaration)
+
+
 def _undo_declared(name: str, function: Callable[..., Any], undo: Callable[..., Any], *, idempotent: bool) -> str:
     if idempotent:
         message = (
@@ -128,6 +139,9 @@ def _undo_declared(name: str, function: Callable[..., Any], undo: Callable[..., 
 
 def declaration_of(function: Callable[..., Any]) -> EffectDeclaration:
     """Return what a function declares; one that declares nothing is at risk, under its own name."""
+    if getattr(function, TOOL, False):
+        message = f"{getattr(function, '__name__', function)!r} is a tool: call it by ctx.call"
+        raise InvalidInput(message)
     found = getattr(function, _DECLARED, None)
     if isinstance(found, EffectDeclaration):
         return found

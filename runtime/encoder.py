@@ -17,6 +17,7 @@ import msgspec
 from keepstep.errors import TooLarge
 from keepstep.runtime.decoder import Untyped
 from keepstep.runtime.scalars import CODES, SCALARS, float_to_text, int_to_text
+from keepstep.runtime.secrets import Secret
 from keepstep.runtime.shapes import Refusal, shape_of
 from keepstep.runtime.types import TypeRegistry
 
@@ -93,6 +94,8 @@ def segment(key: object) -> str:
 def _why_not(value: object) -> str:
     """Say why a value cannot be stored; never with the value, which may be a secret."""
     cls = type(value)
+    if isinstance(value, Secret):
+        return f"the secret {value.ref!r} is never stored: keep its reference, and resolve that where it is used"
     name = f"{cls.__module__}.{cls.__qualname__}"
     if shape_of(cls) is not None:
         return f"the graph does not declare {name}: name it in an annotation of the state or in Graph(types=[…])"

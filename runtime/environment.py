@@ -13,7 +13,10 @@ from keepstep.errors import DatabaseUnavailable
 from keepstep.runtime.codec import Codec
 from keepstep.runtime.compiled import CompiledGraph, Node
 from keepstep.runtime.limits import RunningMax
+from keepstep.runtime.policies import Policies
+from keepstep.runtime.rates import Rates
 from keepstep.runtime.responsespool import ResponseSpool, SpoolBounds, default_folder
+from keepstep.runtime.secrets import SecretSource
 from keepstep.runtime.types import TypeRegistry
 from keepstep.runtime.watchdog import Watchdog
 from keepstep.settings import Settings
@@ -76,6 +79,21 @@ class Runtime:
     def admission(self) -> Admission:
         """What finds due rows of the graphs this process carries."""
         return Admission(self.store, self.graphs)
+
+    @cached_property
+    def rates(self) -> Rates:
+        """Asks whether a tool may be called now."""
+        return Rates(self.store)
+
+    @cached_property
+    def policies(self) -> Policies:
+        """The policies of tool calls; raises `PolicyError` while they cannot be read."""
+        return Policies.load(self.settings.policies)
+
+    @cached_property
+    def secrets(self) -> SecretSource:
+        """Where this deployment's secrets are."""
+        return SecretSource(self.settings.secrets_provider)
 
     def next_within(self, scopes: Iterable[str]) -> list[Nudge]:
         """Return the nudges of what may run now that one less runs under these limits."""

@@ -18,9 +18,9 @@ from tenacity import RetryCallState, Retrying, retry_if_result
 from keepstep.crashpoints import Died
 from keepstep.errors import (
     DatabaseUnavailable,
-    EffectPending,
     EffectUnknown,
     NodeTimeout,
+    PutOff,
     StaleLease,
     StepError,
     ThreadBlocked,
@@ -30,6 +30,7 @@ from keepstep.runtime.children import ChildBook
 from keepstep.runtime.compiled import CompiledGraph, Node
 from keepstep.runtime.context import AsyncContext, Attempt, Context
 from keepstep.runtime.environment import Runtime
+from keepstep.runtime.gateway import Gateway
 from keepstep.runtime.history import Channels
 from keepstep.runtime.journal import Journal
 from keepstep.runtime.outcome import (
@@ -46,6 +47,7 @@ from keepstep.runtime.outcome import (
 )
 from keepstep.runtime.place import Place
 from keepstep.runtime.planner import Cursor, DueRun, NodeResult
+from keepstep.runtime.secretbook import GuardedCodec, SecretBook
 from keepstep.runtime.transactions import TransactionBook
 from keepstep.runtime.waits import WaitBook
 from keepstep.runtime.watchdog import alarm
@@ -160,6 +162,8 @@ def _result(runtime: Runtime, node_run: NodeRun, attempt: Attempt, timeout: floa
         result = planner.result_of(node_run.graph, node_run.run, returned, seen, given)
     # Refused now, while the node can be named, and not when the whole step is committed.
     attempt.codec.encode(result.to_plain().get("update", {}))
+    if attempt.secrets.masker:
+        attempt.codec.encode(result.to_plain(), path="$result")  # where it goes to, and with what input
     attempt.journal.check_course(before="its end")
     attempt.journal.check_settled()
     attempt.transactions.check_settled()
@@ -176,17 +180,18 @@ def _outcome_of(error: BaseException, node_run: NodeRun, attempt: Attempt, timeo
                 attempt.journal.check_course(before="it parked")
                 attempt.journal.check_settled()
                 attempt.transactions.check_settled()
-            except (ThreadBlocked, EffectPending) as blocked:
-                return _held_up(node_run, blocked)
+            except (ThreadBlocked, PutOff) as blocked:
+                return _held_up(node_run, blocked, attempt)
             except StepError as left_open:
                 return _failed(node_run, left_open, attempt)
             node_run.events[:] = attempt.events
             return Waiting(error.waits)
-        case ThreadBlocked() | EffectPending():
-            return _held_up(node_run, error)
+        case ThreadBlocked() | PutOff():
+            return _held_up(node_run, error, attempt)
         case DatabaseUnavailable():
             # The store's failure, not the node's: it costs no attempt, and no worker waits for the store.
-            return Retry(_UNAVAILABLE_SECONDS, node_run.failures, described(error, node=run.node, run=run.id))
+            text = described(error, masker=attempt.secrets.masker, node=run.node, run=run.id)
+            return Retry(_UNAVAILABLE_SECONDS, node_run.failures, text)
         case NodeOverdue():
             message = f"node {run.id!r} ran longer than its timeout of {timeout:g} s"
             return _failed(node_run, NodeTimeout(message), attempt)
@@ -197,11 +202,11 @@ def _outcome_of(error: BaseException, node_run: NodeRun, attempt: Attempt, timeo
             return _failed(node_run, left, attempt)
 
 
-def _held_up(node_run: NodeRun, error: ThreadBlocked | EffectPending) -> Outcome:
+def _held_up(node_run: NodeRun, error: ThreadBlocked | PutOff, attempt: Attempt) -> Outcome:
     """Return what becomes of an attempt that must not go on, whatever the node made of it."""
-    text = described(error, node=node_run.run.node, run=node_run.run.id)
-    if isinstance(error, EffectPending):
-        # Nobody's failure: what may still be under way outside is given its time.
+    text = described(error, masker=attempt.secrets.masker, node=node_run.run.node, run=node_run.run.id)
+    if isinstance(error, PutOff):
+        # Nobody's failure: what may still be under way outside, or was too much for it, is given its time.
         return Retry(error.seconds, node_run.failures, text)
     retry = node_run.node.retry
     failed = error.asking_failed if isinstance(error, EffectUnknown) else None
@@ -214,7 +219,8 @@ def _held_up(node_run: NodeRun, error: ThreadBlocked | EffectPending) -> Outcome
 
 def _prepared(runtime: Runtime, node_run: NodeRun, deadline: float) -> Attempt:
     thread, fence, run = node_run.claim.thread, node_run.claim.fence, node_run.run
-    codec = runtime.codec(node_run.graph)
+    secrets = SecretBook(runtime.secrets, thread.tenant)
+    codec = GuardedCodec(runtime.codec(node_run.graph), secrets.masker)
     # A node run that is entered for the first time has no past that would have to be looked up.
     load = node_run.starts > 1
     stored = node_run.claim.checkpoints
@@ -238,6 +244,7 @@ def _prepared(runtime: Runtime, node_run: NodeRun, deadline: float) -> Attempt:
         step=node_run.step,
         run=run.id,
         codec=codec,
+        masker=secrets.masker,
         load=load,
         remaining=lambda: deadline - time.monotonic(),
         run_id=thread.run_id,
@@ -255,7 +262,19 @@ def _prepared(runtime: Runtime, node_run: NodeRun, deadline: float) -> Attempt:
         codec=codec,
         remaining=lambda: deadline - time.monotonic(),
     )
-    attempt = Attempt(place, journal, book, children, transactions, codec, failures, runtime.responses)
+    gateway = Gateway(
+        place,
+        journal,
+        book,
+        secrets,
+        runtime.rates,
+        lambda: runtime.policies,
+        node_run.graph.tools_at(run.node),
+        runtime.settings.retry_in_place_seconds_max,
+    )
+    attempt = Attempt(
+        place, journal, book, children, transactions, codec, secrets, gateway, failures, runtime.responses
+    )
     if load:
         attempt.published = functools.cache(
             lambda: checkpoints.events_published(runtime.store, thread.id, node_run.step, fence.seq, run.id)
@@ -307,7 +326,8 @@ def event_loop() -> asyncio.Runner:
 def _failed(node_run: NodeRun, error: BaseException, attempt: Attempt) -> Outcome:
     node, run = node_run.node, node_run.run
     node_run.failures += 1
-    text = described(error, node=run.node, run=run.id)
+    masker = attempt.secrets.masker
+    text = described(error, masker=masker, node=run.node, run=run.id)
     retriable = error if isinstance(error, Exception) else RuntimeError(str(error))
     if node.retry.allows(retriable, node_run.failures):
         delay = node.retry.wait(node_run.failures, random.random)
@@ -317,11 +337,11 @@ def _failed(node_run: NodeRun, error: BaseException, attempt: Attempt) -> Outcom
         return Retry(delay, node_run.failures, text)
     try:
         attempt.journal.check_course(before="its failure")
-    except (ThreadBlocked, EffectPending) as blocked:
-        return _held_up(node_run, blocked)
+    except (ThreadBlocked, PutOff) as blocked:
+        return _held_up(node_run, blocked, attempt)
     if node.on_error == "continue":
         node_run.events[:] = attempt.events
-        return Done(NodeResult(error=planner.failure_of(run, error)))
+        return Done(NodeResult(error=planner.failure_of(run, error, masker.text)))
     return Failed(node_run.failures, text)
 
 

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import os
 import traceback
+from collections.abc import Callable
 from pathlib import Path
 
 from pydantic import ValidationError
@@ -19,8 +20,11 @@ _PACKAGE_FOLDERS = tuple(
 )
 
 
-def text_of(error: BaseException) -> str:
-    """Return an exception's text, bounded, and of a validation error without the values that it quotes."""
+def text_of(error: BaseException, mask: Callable[[str], str] = str) -> str:
+    """Return an exception's text, bounded, and of a validation error without the values that it quotes.
+
+    `mask` takes secrets out of it, before it is cut: half a secret would not be found.
+    """
     if isinstance(error, ValidationError):
         problems = error.errors(include_url=False, include_context=False, include_input=False)
         text = "; ".join(f"{'.'.join(map(str, each['loc'])) or error.title}: {each['msg']}" for each in problems)
@@ -29,7 +33,7 @@ def text_of(error: BaseException) -> str:
             text = str(error)
         except Exception:  # noqa: BLE001  a text that cannot be made must not hide the error
             text = "(its text could not be made)"
-    return text[:_MESSAGE_CHARACTERS_MAX]
+    return mask(text)[:_MESSAGE_CHARACTERS_MAX]
 
 
 def place_of(error: BaseException) -> str:

@@ -266,6 +266,19 @@ def fitted(where: str, annotation: Any, value: object) -> Any:
     return StateKey("", _adapter(where, annotation), None, None).fit(value)
 
 
+def value_of(where: str, annotation: Any) -> StateKey:
+    """Return how values of an annotation's type are checked, made exactly of it, and fitted when they came as JSON.
+
+    Raises `GraphError` naming `where` when the annotation cannot be checked.
+    """
+    return StateKey("", _adapter(where, annotation), None, None, normalises=True)
+
+
+def understood(annotation: Any) -> Any:
+    """Return an annotation in pydantic's words."""
+    return _understood(annotation, {})
+
+
 def _understood(annotation: Any, memo: dict[Any, Any]) -> Any:
     """Return an annotation with msgspec's types and typing's TypedDicts told in pydantic's words."""
     origin = get_origin(annotation)

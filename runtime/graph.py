@@ -16,6 +16,8 @@ from keepstep.runtime.fields import takes_two
 from keepstep.runtime.policy import NO_RETRY, Retry, seconds
 from keepstep.runtime.routing import END, START, Choose, Goto, Send
 from keepstep.runtime.state import StateSchema
+from keepstep.runtime.tools import Tool
+from keepstep.runtime.tools import by_name as tools_by_name
 
 if TYPE_CHECKING:
     from sqlalchemy import Engine
@@ -34,8 +36,8 @@ class Graph:
     when node runs of one super-step become tasks of their own: True always, False never, a number: when there are more
     than that; None leaves both to the settings. `running_max` bounds how many steps and node runs of it run at once,
     over all workers; what an operator sets (`keepstep limit`) stands over it. `types` are classes that stored values
-    may have although the state type does not name them (those of Send inputs, of values under `Any`). Raises
-    `GraphError`.
+    may have although the state type does not name them (those of Send inputs, of values under `Any`). `tools` are those
+    that `ctx.call` finds by name, as models ask for them; `graph.tools` has them by name. Raises `GraphError`.
     """
 
     def __init__(
@@ -48,6 +50,7 @@ class Graph:
         fan_out: bool | int | None = None,
         running_max: int | None = None,
         types: Iterable[type] = (),
+        tools: Iterable[Tool[..., Any]] = (),
     ) -> None:
         self.name = _checked("a graph's name", name)
         self.version = _checked(f"the version of graph {name!r}", version)
@@ -58,6 +61,7 @@ class Graph:
         self.running_max = None if running_max is None else _count(f"running_max of graph {name!r}", running_max)
         self.schema = StateSchema(state)
         self.types = tuple(types)
+        self.tools = tools_by_name(f"graph {name!r}", tools)
         self.nodes: dict[str, Node] = {}
         self.subgraphs: dict[str, Graph] = {}
         self.edges: list[tuple[str, str]] = []

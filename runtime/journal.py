@@ -13,7 +13,7 @@ import contextlib
 import json
 import threading
 from collections.abc import Callable, Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from types import MappingProxyType
 from typing import Any, NoReturn
 
@@ -29,6 +29,7 @@ from keepstep.errors import (
     EffectUnknown,
     InvalidInput,
     NodeTimeout,
+    PutOff,
     StaleLease,
     ThreadBlocked,
 )
@@ -48,10 +49,13 @@ from keepstep.runtime.effects import (
 from keepstep.runtime.faults import text_of
 from keepstep.runtime.fields import fitted, problems_of
 from keepstep.runtime.lostanswers import is_lost
+from keepstep.runtime.masking import Masker
 from keepstep.runtime.outcome import described, error_text
+from keepstep.runtime.secretbook import by_reference
 from keepstep.runtime.watchdog import undisturbed
 from keepstep.store import effects as journal
 from keepstep.store.artifacts import LargeValues
+from keepstep.store.calls import NewAudit
 from keepstep.store.effects import EffectKey, EffectState
 from keepstep.store.engine import Store
 from keepstep.store.leases import Fence
@@ -96,6 +100,8 @@ class Call:
     explicit_key: str | None = None
     asking: tuple[tuple[Any, ...], Mapping[str, Any]] = ((), MappingProxyType({}))
     """The arguments, positional and named, of its lookup."""
+    audit: NewAudit | None = None
+    """Written with the intent, or with the result of a call that has none."""
 
 
 class Journal:
@@ -110,6 +116,7 @@ class Journal:
         step: str,
         run: str,
         codec: Codec,
+        masker: Masker,
         load: bool,
         remaining: Callable[[], float],
         artifacts: LargeValues,
@@ -123,12 +130,15 @@ class Journal:
         self._run = run
         self._run_id = run_id
         self._codec = codec
+        self.masker = masker
+        """Knows the secrets that this attempt has resolved."""
         self._remaining = remaining
         self._large = artifacts
         self._is_stale = False
         self._found: dict[str, EffectState] | None = None if load else {}
+        self._opened: set[str] = set()
         self._ids: CallIds[EffectDeclaration] = CallIds("an effect key", EffectConflict)
-        self._blocked: ThreadBlocked | EffectPending | None = None
+        self._blocked: ThreadBlocked | PutOff | None = None
         self.beside: Callable[[str], None] = lambda _before: None
         """Checks what else an earlier attempt has done that this one must ask for again (see `check_course`)."""
         self._lock = threading.RLock()
@@ -148,10 +158,23 @@ class Journal:
         A `Lookup` is to be asked first, and its answer given to `looked_up`, which returns one of the other two.
         `declared`: what the effect is, unless the function says it itself.
         """
+        return self.open(self.identify(function, arguments, named, key, declared=declared))
+
+    def identify(
+        self,
+        function: Callable[..., Any],
+        arguments: tuple[Any, ...],
+        named: Mapping[str, Any],
+        key: str | None,
+        *,
+        declared: EffectDeclaration | None = None,
+    ) -> Call:
+        """Return which call it is, under way from now on until it is opened and has ended, or is released."""
         declared = declared or declaration_of(function)
         codec = self._codec.including(*annotated_types(function))
-        values = by_name(function, arguments, named)
+        values = by_reference(by_name(function, arguments, named))
         digest = arguments_digest(function, values, codec, declared.name)
+        self.masker.refuse(key, f"${declared.name}, the key")
         if key is not None and key.endswith(SUFFIX):
             message = f"effect {declared.name!r}: key {key!r} ends with {SUFFIX!r}, as the keys of undos do"
             raise InvalidInput(message)
@@ -159,7 +182,7 @@ class Journal:
         extra = {"idempotency_key": f"{self._step}/{self._run}/{id_}"}
         given, given_named = all_arguments(function, arguments, named)
         ask = declared.lookup
-        call = Call(
+        return Call(
             EffectKey(self._fence.thread_id, self._step, self._run, id_),
             declared,
             digest,
@@ -170,7 +193,50 @@ class Journal:
             key,
             (given, given_named if ask is None or not wants_key(ask) else {**given_named, **extra}),
         )
+
+    def open(self, call: Call) -> Recorded | Lookup | Call:
+        """Begin a call that was identified; see `begin`."""
+        self._opened.add(call.key.call)
         return self._kept_under_way(call, lambda: self._begun(call))
+
+    def reopen(self, call: Call) -> Recorded | Lookup | Call:
+        """Begin a call again that this attempt has made and that failed."""
+        self._ids.resume(call.key.call, call.declared)
+        return self.open(call)
+
+    def release(self, call: Call) -> None:
+        """Give up a call that was identified, unless it was opened: then it is under way until its outcome is known."""
+        if call.key.call not in self._opened:
+            self._ids.end(call.key.call)
+
+    def give_up(self, call: Call) -> None:
+        """Give up a call that was opened and nothing was done of, of an effect that is safe to repeat."""
+        self._ids.end(call.key.call)
+
+    def amended(self, call: Call, function: Callable[..., Any], named: Mapping[str, Any]) -> Call:
+        """Return a call with other arguments in the place of those that it was identified by."""
+        values = by_reference(by_name(function, (), named))
+        extra = {name: value for name, value in call.asking[1].items() if name == "idempotency_key"}
+        return replace(
+            call,
+            digest=arguments_digest(function, values, call.codec, call.declared.name),
+            arguments=None if call.declared.idempotent else call.codec.encode(values, path=f"${call.declared.name}"),
+            asking=((), {**named, **extra}),
+        )
+
+    def state_of(self, call: Call) -> EffectState | None:
+        """Return what is known of a call: from earlier attempts, and from this one."""
+        return self.state(call.key.call)
+
+    def state(self, call: str) -> EffectState | None:
+        """Return what is known of the call of an id."""
+        with undisturbed():
+            return self._known().get(call)
+
+    def put_off(self, message: str, seconds: float) -> NoReturn:
+        """Put the node run off, whatever the node makes of it: nothing at risk is begun any more."""
+        self._blocked = PutOff(message, seconds=seconds)
+        raise self._blocked
 
     def _kept_under_way(self, call: Call, begin: Callable[[], Recorded | Lookup | Call]) -> Recorded | Lookup | Call:
         """Begin a call; unless it is to be made now, it is no longer under way."""
@@ -215,6 +281,8 @@ class Journal:
         if remaining <= 0:
             message = f"effect {declared.name!r} was not begun: the node's time is over"
             raise NodeTimeout(message)
+        if declared.timeout_seconds is not None:
+            remaining = min(remaining, declared.timeout_seconds)
         reach("before_intent", call.key.call)
         begun = self._store.patiently(
             lambda: journal.begin(
@@ -226,6 +294,7 @@ class Journal:
                 arguments_digest=call.digest,
                 **self._large.placed(self._tenant, call.arguments, "arguments", "arguments_artifact"),
                 seconds=remaining,
+                audit=call.audit,
                 run_id=self._run_id,
                 undo=declared.undo_name,
             )
@@ -273,6 +342,7 @@ class Journal:
             if left > 0:
                 self._still_may(found, left)
             return self._intended(call)
+        answer = self.masker.value(answer)
         stored = call.codec.encode(answer, path=f"${call.declared.name}.result")
         recorded = self._store.patiently(
             lambda: journal.finish(self._store, found.nonce, call.key, state=journal.DONE, **self._placed(stored))
@@ -290,7 +360,7 @@ class Journal:
     def not_looked_up(self, lookup: Lookup, error: Exception) -> NoReturn:
         """Give up on a lookup that failed: whether the effect happened stays unknown."""
         self._ids.end(lookup.call.key.call)
-        text = f"{type(error).__name__}: {error}"[:300]
+        text = self.masker.text(f"{type(error).__name__}: {error}")[:300]
         message = f"{self._told(lookup.found)}, and asking the outside failed: {text}"
         unknown = EffectUnknown(message)
         unknown.asking_failed = error
@@ -300,11 +370,12 @@ class Journal:
     # --- what came of it --------------------------------------------------------------------------------------------
 
     def succeed(self, call: Call, result: object) -> Any:
-        """Record an effect's result and return it.
+        """Record an effect's result and return it; secrets in it are masked now, as they would be on a retry.
 
         When the result cannot be stored the intent stays without one: it did happen, and a retry must not repeat it.
         """
         reach("after_call", call.key.call)
+        result = self.masker.value(result)
         with undisturbed():
             self._succeeded(call, result)
         reach("after_result", call.key.call)
@@ -321,6 +392,7 @@ class Journal:
                     tenant=self._tenant,
                     name=call.declared.name,
                     arguments_digest=call.digest,
+                    audit=call.audit,
                     run_id=self._run_id,
                     **self._placed(stored),
                 )
@@ -381,7 +453,8 @@ class Journal:
         found = self._known()[call.key.call]
         if call.declared.lookup is not None:
             return Lookup(call, found, call.declared.lookup, *call.asking)
-        message = f"{self._told(found)} (its answer was lost: {type(error).__name__}: {text_of(error)[:300]})"
+        text = text_of(error, self.masker.text)[:300]
+        message = f"{self._told(found)} (its answer was lost: {type(error).__name__}: {text})"
         self._blocked = EffectUnknown(message)
         raise self._blocked from error
 
@@ -407,8 +480,21 @@ class Journal:
             )
 
     def _failed(self, call: Call, error: BaseException) -> None:
+        text = error_text(described(error, masker=self.masker))
+        if call.declared.counted and call.declared.idempotent:
+            self._store.patiently(
+                lambda: journal.count_failure(
+                    self._store,
+                    self._fence,
+                    call.key,
+                    tenant=self._tenant,
+                    name=call.declared.name,
+                    arguments_digest=call.digest,
+                    error=text,
+                    run_id=self._run_id,
+                )
+            )
         if not call.declared.idempotent:
-            text = error_text(described(error))
             self._store.patiently(
                 lambda: journal.finish(self._store, self._fence.nonce, call.key, state=journal.FAILED, error=text)
             )
@@ -496,9 +582,10 @@ class Journal:
         known, name, at_risk = self._known(), call.declared.name, int(not call.declared.idempotent)
         with self._lock:
             self._ids.end(call.key.call)
+            calls = 1 if call.key.call not in known else known[call.key.call].calls + 1
             # A second call under the same explicit key in this attempt finds what the first one left.
             known[call.key.call] = EffectState(
-                call.key.call, name, state, at_risk, call.digest, result, None, self._fence.nonce, 1, meta=meta
+                call.key.call, name, state, at_risk, call.digest, result, None, self._fence.nonce, calls, meta=meta
             )
 
     def _same_call(self, found: EffectState, declared: EffectDeclaration, digest: bytes, key: str | None) -> None:

@@ -13,6 +13,7 @@ from typing import Any
 
 from keepstep.errors import KeepstepError, StaleLease, ThreadBlocked, Unavailable
 from keepstep.runtime.faults import place_of, text_of
+from keepstep.runtime.masking import Masker
 from keepstep.runtime.planner import NodeResult
 from keepstep.store.outcomes import NewWait
 
@@ -95,13 +96,14 @@ def _leaves(group: BaseExceptionGroup[BaseException]) -> Iterator[BaseException]
             yield error
 
 
-def described(error: BaseException, **ids: Any) -> dict[str, Any]:
+def described(error: BaseException, *, masker: Masker | None = None, **ids: Any) -> dict[str, Any]:
     """Return an error as it is kept: {code, type, message} and the ids of where it happened.
 
-    Of a user's exception the type and message are kept, never its traceback: frames hold values.
+    Of a user's exception the type and message are kept, never its traceback: frames hold values. `masker` knows the
+    secrets that may stand in the message.
     """
     code = error.code if isinstance(error, KeepstepError) else "node_failed"
-    message = text_of(error)
+    message = text_of(error) if masker is None else text_of(error, masker.text)
     where = place_of(error)
     place = {"where": where} if where and not isinstance(error, KeepstepError) else {}
     return {"code": code, "type": type(error).__qualname__, "message": message, **place, **ids}

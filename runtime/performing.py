@@ -11,12 +11,13 @@ import asyncio
 import contextlib
 import inspect
 from collections.abc import Callable, Generator, Mapping
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from typing import Any, TypeVar
 
-from keepstep.errors import InvalidInput
+from keepstep.errors import CallTimeout, InvalidInput
 from keepstep.runtime.effects import NOT_DONE
 from keepstep.runtime.journal import Call, Journal, Lookup, Recorded
+from keepstep.runtime.watchdog import CallOverdue, call_alarm
 
 R = TypeVar("R")
 
@@ -28,6 +29,8 @@ class Doing:
     function: Callable[..., Any]
     arguments: tuple[Any, ...] = ()
     named: Mapping[str, Any] = field(default_factory=dict)
+    seconds: float | None = None
+    """After which it is ended with `CallTimeout`; None: by the node's own time alone."""
 
 
 Procedure = Generator[Doing, Any, R]
@@ -55,7 +58,7 @@ def once(journal: Journal, begun: Recorded | Lookup | Call, doing: Doing) -> Pro
     if isinstance(begun, Recorded):
         return begun.result
     try:
-        result = yield Doing(doing.function, doing.arguments, {**doing.named, **begun.extra})
+        result = yield replace(doing, named={**doing.named, **begun.extra})
     except Exception as error:
         lookup = journal.raised(begun, error)
         if lookup is None:
@@ -98,7 +101,7 @@ def perform(procedure: Procedure[R]) -> R:
 
 
 def _done(doing: Doing) -> Any:
-    result = doing.function(*doing.arguments, **doing.named)
+    result = _called(doing)
     if inspect.isawaitable(result):
         if inspect.iscoroutine(result):
             result.close()  # it has not begun
@@ -106,6 +109,21 @@ def _done(doing: Doing) -> Any:
         message = f"{name!r} is async: use it in an async node, or give a plain function"
         raise InvalidInput(message)
     return result
+
+
+def _called(doing: Doing) -> Any:
+    if doing.seconds is None:
+        return doing.function(*doing.arguments, **doing.named)
+    try:
+        with call_alarm(doing.seconds):
+            return doing.function(*doing.arguments, **doing.named)
+    except CallOverdue:
+        raise _overdue(doing) from None
+
+
+def _overdue(doing: Doing) -> CallTimeout:
+    name = getattr(doing.function, "__name__", repr(doing.function))
+    return CallTimeout(f"{name!r} ran longer than its timeout of {doing.seconds:g} s")
 
 
 async def perform_async(procedure: Procedure[R]) -> R:
@@ -138,6 +156,17 @@ def _advanced(step: Callable[..., Doing], given: Any) -> Doing | _Ended:
 
 async def _awaited(doing: Doing) -> Any:
     if inspect.iscoroutinefunction(doing.function):
-        return await doing.function(*doing.arguments, **doing.named)
-    result = await asyncio.to_thread(doing.function, *doing.arguments, **doing.named)
-    return await result if inspect.isawaitable(result) else result
+        result = doing.function(*doing.arguments, **doing.named)
+    else:
+        # A thread cannot be ended: a plain function takes the time it takes, for nothing may act beside its retry.
+        result = await asyncio.to_thread(doing.function, *doing.arguments, **doing.named)
+    if not inspect.isawaitable(result):
+        return result
+    limit = asyncio.timeout(doing.seconds)
+    try:
+        async with limit:
+            return await result
+    except TimeoutError:
+        if limit.expired():
+            raise _overdue(doing) from None
+        raise

@@ -13,7 +13,7 @@ subgraph's end hands to the graph around it, for the keys that one has.
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from typing import TYPE_CHECKING, Any
 
 import msgspec
@@ -110,9 +110,9 @@ def result_of(graph: CompiledGraph, run: DueRun, returned: object, seen: object,
     return NodeResult(update=update, goto=Goto(private_copy(targets)))
 
 
-def failure_of(run: DueRun, error: BaseException) -> dict[str, Any]:
-    """Return the failure that the successors of a node with `on_error="continue"` are told."""
-    return {"node": run.node, "run": run.id, "type": type(error).__qualname__, "message": text_of(error)}
+def failure_of(run: DueRun, error: BaseException, mask: Callable[[str], str] = str) -> dict[str, Any]:
+    """Return the failure that the successors of a node with `on_error="continue"` are told; see `text_of`."""
+    return {"node": run.node, "run": run.id, "type": type(error).__qualname__, "message": text_of(error, mask)}
 
 
 def advance(

@@ -38,8 +38,10 @@ from keepstep.runtime.effects import NOT_DONE, annotated_types, declaration_of
 from keepstep.runtime.environment import Runtime
 from keepstep.runtime.execution import event_loop
 from keepstep.runtime.journal import Call, Lookup, Recorded
+from keepstep.runtime.masking import Masker
 from keepstep.runtime.outcome import NodeOverdue, described, error_text
 from keepstep.runtime.policy import Retry
+from keepstep.runtime.secretbook import SecretBook, taken
 from keepstep.runtime.settlement import PATIENCE_SECONDS
 from keepstep.runtime.undojournal import UndoJournal
 from keepstep.runtime.undos import Undo
@@ -66,21 +68,23 @@ def undo_next(runtime: Runtime, claim: Claim, graph: CompiledGraph) -> list[Nudg
     found = undoing.next_of(runtime.store, claim.thread.id, claim.thread.run_id or "")
     if found is None:  # a person has given up what was left
         return _went_on(runtime, claim, None, UNDONE)
+    secrets = SecretBook(runtime.secrets, claim.thread.tenant)
     try:
         _check_deaths(runtime, claim, found)
-        came_to = _Undoing(runtime, claim, graph, found).undo()
+        came_to = _Undoing(runtime, claim, graph, found, secrets).undo()
     except (StaleLease, DatabaseUnavailable):
         raise
     except EffectGivenUp:
         came_to = GIVEN_UP
     except EffectPending as error:
-        return _put_off(runtime, claim, found, error, error.seconds, claim.attempt.failures)
+        text = _described(found, error, secrets.masker)
+        return _put_off(runtime, claim, text, error.seconds, claim.attempt.failures)
     except BaseException as error:
         # User code may raise anything; these alone are about the process, not about the undo.
         told_to_stop = isinstance(error, SystemExit) and type(error) is not SystemExit
         if told_to_stop or isinstance(error, KeyboardInterrupt | Died):
             raise
-        return _failed(runtime, claim, found, error)
+        return _failed(runtime, claim, found, error, secrets.masker)
     reach("after_undo", found.key)
     return _went_on(runtime, claim, found, came_to)
 
@@ -100,7 +104,9 @@ def _check_deaths(runtime: Runtime, claim: Claim, found: Undoable) -> None:
 class _Undoing:
     """One attempt to undo an effect."""
 
-    def __init__(self, runtime: Runtime, claim: Claim, graph: CompiledGraph, found: Undoable) -> None:
+    def __init__(
+        self, runtime: Runtime, claim: Claim, graph: CompiledGraph, found: Undoable, secrets: SecretBook
+    ) -> None:
         self._runtime = runtime
         self._found = found
         self._tenant = claim.thread.tenant
@@ -108,6 +114,9 @@ class _Undoing:
         self._deadline = time.monotonic() + self._seconds
         self._declared: Undo = undos.find(found.name, found.undo)
         effect, undo = self._declared
+        # Of a tool: what it was given then, its undo and its lookups are given now.
+        references: Mapping[str, str] = getattr(effect, "references", {})
+        self._secrets = {name: secrets.resolve(ref) for name, ref in references.items()}
         self._codec: Codec = runtime.codec(graph).including(*annotated_types(effect), *annotated_types(undo))
         self._journal = UndoJournal(
             runtime.store,
@@ -116,6 +125,7 @@ class _Undoing:
             step=found.step,
             run=found.run,
             codec=self._codec,
+            masker=secrets.masker,
             load=True,
             remaining=self._left,
             artifacts=runtime.large_values,
@@ -198,7 +208,7 @@ class _Undoing:
     def _called(self, function: Callable[..., Any], arguments: tuple[Any, ...], named: Mapping[str, Any]) -> Any:
         """Call the user's function, a coroutine function on this thread's event loop, in the time that is left."""
         with alarm(max(self._left(), 0.001), process_is_ours=self._runtime.end_process is not None):
-            result = function(*arguments, **named)
+            result = function(*arguments, **named, **taken(function, self._secrets))
         return event_loop().run(self._awaited(result)) if inspect.isawaitable(result) else result
 
     async def _awaited(self, result: Any) -> Any:
@@ -225,10 +235,8 @@ def _went_on(runtime: Runtime, claim: Claim, found: Undoable | None, came_to: st
     )
 
 
-def _put_off(
-    runtime: Runtime, claim: Claim, found: Undoable, error: BaseException, seconds: float, failures: int
-) -> list[Nudge]:
-    text = error_text(_described(found, error))
+def _put_off(runtime: Runtime, claim: Claim, error: Mapping[str, Any], seconds: float, failures: int) -> list[Nudge]:
+    text = error_text(error)
     runtime.store.patiently(
         lambda: leases.postpone(runtime.store, claim.fence, failures=failures, delay_seconds=seconds, error=text),
         seconds=PATIENCE_SECONDS,
@@ -236,24 +244,25 @@ def _put_off(
     return []
 
 
-def _failed(runtime: Runtime, claim: Claim, found: Undoable, error: BaseException) -> list[Nudge]:
+def _failed(runtime: Runtime, claim: Claim, found: Undoable, error: BaseException, masker: Masker) -> list[Nudge]:
     """Try it again later, or block the thread: it has not failed, and not everything is as it was."""
     failures = claim.attempt.failures + 1
     cause = _cause(runtime, found, error)
     asking_failed = cause.asking_failed if isinstance(cause, EffectUnknown) else None
     retriable = asking_failed if isinstance(cause, ThreadBlocked) else cause
     if retriable is not None and RETRY.allows(retriable, failures):
-        return _put_off(runtime, claim, found, cause, RETRY.wait(failures, random.random), failures)
+        text = _described(found, cause, masker)
+        return _put_off(runtime, claim, text, RETRY.wait(failures, random.random), failures)
     if not isinstance(cause, ThreadBlocked):
         if runtime.on_failure is not None:
             runtime.on_failure(cause)
-        text = described(cause)
+        text = described(cause, masker=masker)
         message = (
             f"effect {found.name!r} ({found.key}) could not be undone after {failures} attempt"
             f"{'' if failures == 1 else 's'}: {text['type']}: {text['message']}"
         )
         cause = UndoFailed(message)
-    described_error = _described(found, cause)
+    described_error = _described(found, cause, masker)
     log.warning(
         "undo_blocked", thread=claim.thread.name, effect=found.key, error=type(cause).__name__, message=str(cause)[:500]
     )
@@ -274,8 +283,8 @@ def _cause(runtime: Runtime, found: Undoable, error: BaseException) -> Exception
     return error if isinstance(error, Exception) else RuntimeError(str(error))
 
 
-def _described(found: Undoable, error: BaseException) -> dict[str, Any]:
-    text = described(error, undoes=found.key)
+def _described(found: Undoable, error: BaseException, masker: Masker) -> dict[str, Any]:
+    text = described(error, masker=masker, undoes=found.key)
     if text["code"] == "node_failed":
         text["code"] = UndoFailed.code
     return text

@@ -31,6 +31,8 @@ from keepstep.store.waits import WaitState
 
 _SECONDS_MAX = 100 * 366 * 86400.0
 _QUORUM_MAX = 1000
+_BOUND_FROM = 1_000_000
+"""The occurrences of questions that are found again by what they are bound to begin here."""
 ON_EXPIRY = ("reject", "fail")
 
 
@@ -47,6 +49,8 @@ class Decision:
     answer: Any = None
     by: str | None = None
     comment: str | None = None
+    approval: str | None = None
+    """The approval's id."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -71,6 +75,8 @@ class Question:
     expires: float | timedelta | None = None
     on_expiry: str = "reject"
     schema: Any = None
+    bound: Any = None
+    """What an answer is bound to, for a question that is found again by that and not by its place in the node."""
 
     def checked(self) -> Question:
         """Return the question; raise `InvalidInput` naming what in it cannot be."""
@@ -125,6 +131,8 @@ class WaitBook:
         self._load = load
         self._found: dict[int, WaitState] | None = None
         self._occurrence = 0
+        self._bound_asked: dict[bytes, int] = {}
+        """By digest, the occurrences given to questions that this attempt was the first to ask."""
         self._unserved: list[Parked] = []
         self._lock = threading.Lock()
 
@@ -133,8 +141,10 @@ class WaitBook:
         plain = question.checked().plain()
         stored = self._codec.encode(plain, path="$.question")
         # Neither people nor time limits are part of what was answered.
-        asked = self._codec.encode([question.kind, question.text, question.arguments], path="$.question")
-        state = self._state(
+        bound = question.arguments if question.bound is None else question.bound
+        asked = self._codec.encode([question.kind, question.text, bound], path="$.question")
+        find = self._state if question.bound is None else self._bound
+        state = find(
             asked,
             lambda occurrence, digest: NewWait(
                 occurrence,
@@ -148,17 +158,20 @@ class WaitBook:
             if question.on_expiry == "fail":
                 message = f"nobody answered {question.text!r} in time"
                 raise TimeoutError(message)
-            return Decision(approved=False, verdict="expired", arguments=question.arguments)
+            return Decision(approved=False, verdict="expired", arguments=question.arguments, approval=state.approval_id)
         answer = self._codec.decode(state.answer)
         edited = answer.get("arguments")
+        if edited is not None and question.bound is None:
+            edited = fitted(question.arguments, edited)
         return Decision(
             approved=answer["verdict"] in {"approve", "answer"},
             verdict=answer["verdict"],
-            arguments=question.arguments if edited is None else fitted(question.arguments, edited),
+            arguments=question.arguments if edited is None else edited,
             # A question that was refused has no answer to be fitted.
             answer=_typed(question.schema, answer["answer"]) if answer["verdict"] == "answer" else None,
             by=answer.get("by"),
             comment=answer.get("comment"),
+            approval=state.approval_id,
         )
 
     def signal(self, name: str, key: str | None, timeout: float | timedelta | None) -> Signal | None:
@@ -203,10 +216,7 @@ class WaitBook:
         with self._lock:
             occurrence = self._occurrence
             self._occurrence += 1
-            if self._found is None:
-                with undisturbed():
-                    self._found = {state.occurrence: state for state in self._load()}
-            state = self._found.get(occurrence)
+            state = self._loaded().get(occurrence)
         if state is None:
             raise self._parked((make(occurrence, digest),))
         if bytes(state.digest) != digest:
@@ -219,6 +229,30 @@ class WaitBook:
             raise self._parked(())
         _check_answered(state)
         return state
+
+    def _bound(self, asked: bytes, make: Callable[[int, bytes], NewWait]) -> WaitState:
+        """As `_state`, of a question that is known by what it is bound to, wherever in the node it is asked."""
+        digest = hashlib.blake2b(asked, digest_size=16).digest()
+        with self._lock:
+            found = self._loaded()
+            state = next(
+                (each for each in found.values() if each.occurrence >= _BOUND_FROM and bytes(each.digest) == digest),
+                None,
+            )
+            first = max([*self._bound_asked.values(), *found, _BOUND_FROM - 1]) + 1
+            occurrence = first if state is not None else self._bound_asked.setdefault(digest, first)
+        if state is None:
+            raise self._parked((make(occurrence, digest),))
+        if state.status == "open":
+            raise self._parked(())
+        _check_answered(state)
+        return state
+
+    def _loaded(self) -> dict[int, WaitState]:
+        if self._found is None:
+            with undisturbed():
+                self._found = {state.occurrence: state for state in self._load()}
+        return self._found
 
     def _parked(self, waits: tuple[NewWait, ...]) -> Parked:
         signal = Parked(waits)
@@ -235,15 +269,15 @@ class WaitBook:
         if self._unserved:
             gathered(self._unserved)
         with self._lock:
-            if self._found is None:
-                self._found = {state.occurrence: state for state in self._load()}
-        for state in self._found.values():
+            # Of what is bound, an answer that nobody asks for any more lets nothing happen.
+            found = [state for number, state in self._loaded().items() if number < _BOUND_FROM]
+        for state in found:
             _check_answered(state)  # the node may have caught what it was told
         with self._lock:
-            passed_over = [state for number, state in self._found.items() if number >= self._occurrence]
+            passed_over = [state for state in found if state.occurrence >= self._occurrence]
         if passed_over:
             message = (
-                f"an earlier attempt of this node asked {len(self._found)} times for something from outside, this one "
+                f"an earlier attempt of this node asked {len(found)} times for something from outside, this one "
                 f"{self._occurrence} times: an answer must not be passed over"
             )
             raise Diverged(message)

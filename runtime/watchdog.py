@@ -19,6 +19,7 @@ from types import FrameType
 from keepstep.runtime.outcome import NodeOverdue
 
 _TICK_SECONDS = 0.25
+_SOON_SECONDS = 0.001
 
 
 def _raise_overdue(_number: int, _frame: FrameType | None) -> None:
@@ -54,6 +55,39 @@ def alarm(seconds: float, *, process_is_ours: bool = False) -> Iterator[None]:
         if before is not _raise_overdue and before not in {signal.SIG_DFL, None}:
             signal.signal(signal.SIGALRM, before)  # type: ignore[arg-type]  # as getsignal gave it
             _own_process = 0
+
+
+class CallOverdue(BaseException):
+    """Raised into a call whose time is over."""
+
+
+def _raise_call_overdue(_number: int, _frame: FrameType | None) -> None:
+    raise CallOverdue
+
+
+@contextlib.contextmanager
+def call_alarm(seconds: float) -> Iterator[None]:
+    """Raise `CallOverdue` in the block after that time, where `alarm` could; the node's own alarm goes on afterwards.
+
+    When the node's time ends first, that is what ends the block.
+    """
+    if threading.current_thread() is not threading.main_thread():
+        yield
+        return
+    left, _ = signal.getitimer(signal.ITIMER_REAL)
+    if 0 < left <= seconds:
+        yield
+        return
+    begun = time.monotonic()
+    before = signal.signal(signal.SIGALRM, _raise_call_overdue)
+    signal.setitimer(signal.ITIMER_REAL, seconds)
+    try:
+        yield
+    finally:
+        signal.setitimer(signal.ITIMER_REAL, 0)
+        signal.signal(signal.SIGALRM, signal.SIG_DFL if before is None else before)
+        if left:
+            signal.setitimer(signal.ITIMER_REAL, max(left - (time.monotonic() - begun), _SOON_SECONDS))
 
 
 @contextlib.contextmanager

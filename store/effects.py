@@ -16,6 +16,8 @@ from sqlalchemy.dialects.sqlite import insert as sqlite_insert
 from sqlalchemy.sql.base import Executable
 
 from keepstep.errors import StaleLease
+from keepstep.store import calls
+from keepstep.store.calls import NewAudit
 from keepstep.store.engine import Store, Transaction
 from keepstep.store.leases import Fence
 from keepstep.store.outcomes import hold
@@ -166,6 +168,7 @@ def begin(
     seconds: float,
     run_id: str | None = None,
     undo: str | None = None,
+    audit: NewAudit | None = None,
 ) -> bool:
     """Record that an effect which is not safe to repeat is about to be performed; raise `StaleLease` when stale.
 
@@ -175,7 +178,7 @@ def begin(
     values = {"tenant": tenant, "name": name, "arguments_digest": arguments_digest, "arguments": arguments}
     values |= {"run_id": run_id, "undo": undo}
     values["arguments_artifact"] = arguments_artifact
-    return _write(store, fence, key, {**values, "state": INTENT, "at_risk": 1, "seconds": seconds})
+    return _write(store, fence, key, {**values, "state": INTENT, "at_risk": 1, "seconds": seconds}, audit)
 
 
 def record(
@@ -189,11 +192,28 @@ def record(
     result: bytes | None,
     artifact: str | None = None,
     run_id: str | None = None,
+    audit: NewAudit | None = None,
 ) -> None:
     """Record the result of an effect that is safe to repeat, and so had no intent; raise `StaleLease` when stale."""
     values: dict[str, Any] = {"tenant": tenant, "name": name, "arguments_digest": arguments_digest}
     values |= {"artifact": artifact, "state": DONE, "result": result, "ended": 1, "run_id": run_id}
-    _write(store, fence, key, values)
+    _write(store, fence, key, values, audit)
+
+
+def count_failure(
+    store: Store,
+    fence: Fence,
+    key: EffectKey,
+    *,
+    tenant: str,
+    name: str,
+    arguments_digest: bytes,
+    error: str,
+    run_id: str | None = None,
+) -> None:
+    """Record that an effect which is safe to repeat, and so had no intent, failed; raise `StaleLease` when stale."""
+    values = {"tenant": tenant, "name": name, "arguments_digest": arguments_digest, "run_id": run_id}
+    _write(store, fence, key, {**values, "state": FAILED, "error": error, "ended": 1})
 
 
 class Kept(NamedTuple):
@@ -256,10 +276,13 @@ def _place(key: EffectKey) -> dict[str, Any]:
     return {"thread_id": key.thread_id, "step": key.step, "run": key.run, "call": key.call}
 
 
-def _write(store: Store, fence: Fence, key: EffectKey, values: dict[str, Any]) -> bool:
+def _write(store: Store, fence: Fence, key: EffectKey, values: dict[str, Any], audit: NewAudit | None = None) -> bool:
     with store.transaction() as transaction:
         hold(transaction, fence)
-        return bool(transaction.rows(_BEGIN, {**_place(key), **_DEFAULTS, **values, "nonce": fence.nonce}))
+        written = bool(transaction.rows(_BEGIN, {**_place(key), **_DEFAULTS, **values, "nonce": fence.nonce}))
+        if written and audit is not None:
+            calls.record(transaction, audit, tenant=values["tenant"], thread_id=key.thread_id)
+        return written
 
 
 def record_within(

@@ -10,9 +10,10 @@ pending write. An **effect** is the journal of one outside action. A **wait** is
 consumes it. **audit** says who asked for what, and its unique command id is what makes every command idempotent.
 **event** is what nodes tell the world (`ctx.emit`). A **child** row stands between two threads, a parent and the child
 it spawned: it says what one still has to do to the other, so that no transaction ever locks both. A **limit** says how
-many steps of a graph or tenant may run at once, and a **slot** is one lease that counts against it. An **artifact** is
-a value too large for the row that refers to it, known by the digest of its content. A **worker** row is one worker
-process and how long it is believed to be alive.
+many steps of a graph or tenant may run at once, and a **slot** is one lease that counts against it. A **rate** row
+says how often a tenant has called a tool lately, and whether the tool has asked for a pause. An **artifact** is a value
+too large for the row that refers to it, known by the digest of its content. A **worker** row is one worker process and
+how long it is believed to be alive.
 
 Times are seconds since 1970 (UTC) by the database's clock. Payload columns are opaque bytes. Text columns hold names
 checked at the door or text escaped for the database. Every row carries its tenant. Tables are prefixed, so that they
@@ -443,4 +444,26 @@ slot = Table(
     _text("run"),  # "" for the thread's own lease
     _time("taken_at"),
     PrimaryKeyConstraint("scope", "nonce", name="keepstep_slot_pkey"),
+)
+
+rate = Table(
+    "keepstep_rate",
+    metadata,
+    _text("tenant"),
+    _text("name"),  # of the tool
+    Column("level", Float(53), nullable=False),  # calls that count at `at`
+    Column("promised", Float(53), nullable=False),  # and with them those that were told when to come back
+    _time("told_seconds"),  # what the last one who asked was told; 0: it was let in
+    _time("at"),
+    _time("held_until"),  # 0: never held off
+    _time("idle_at"),  # from then on the row says nothing that no row would not say
+    PrimaryKeyConstraint("tenant", "name", name="keepstep_rate_pkey"),
+    # Each call updates its row: the new version stays on the page.
+    postgresql_with={"fillfactor": 50},
+)
+Index(
+    "keepstep_rate_held",
+    rate.c.held_until,
+    postgresql_where=rate.c.held_until > 0,
+    sqlite_where=rate.c.held_until > 0,
 )

@@ -5,7 +5,7 @@ Every worker sweeps, jittered; there is no leader. Which of the rows that are du
 
 from __future__ import annotations
 
-from keepstep.store import errands, waits, workers
+from keepstep.store import errands, rates, waits, workers
 from keepstep.store.engine import Store
 from keepstep.store.leases import Nudge
 
@@ -22,4 +22,5 @@ def sweep(store: Store, *, takeover: bool, limit: int, judge: str | None = None)
     if takeover:
         nudges += workers.take_over(store, judge=judge)
         nudges += workers.adopt_orphans(store)
+    rates.forget_idle(store, limit=limit)
     return nudges

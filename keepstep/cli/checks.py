@@ -12,7 +12,8 @@ from keepstep import places
 from keepstep.cli import brokerchecks, fleetchecks
 from keepstep.cli.finding import Finding, guarded
 from keepstep.cli.session import Session
-from keepstep.errors import DatabaseUnavailable, KeepstepError
+from keepstep.errors import DatabaseUnavailable, KeepstepError, PolicyError
+from keepstep.runtime.policies import Policies
 from keepstep.settings import Settings
 from keepstep.store import migrate
 from keepstep.store.engine import Store
@@ -27,6 +28,7 @@ def examine(session: Session) -> list[Finding]:
     except KeepstepError as error:
         return [Finding("problem", "settings", error.message, "correct the setting; nothing else can be checked")]
     findings += _settings(session, settings)
+    findings += guarded("policies", lambda: _policies(settings))
     unwritable = places.database_problem(settings.database)
     if unwritable is not None:
         findings.append(brokerchecks.unwritable("database", unwritable))
@@ -81,6 +83,19 @@ def _signatures(settings: Settings) -> Finding:
         "for production: keepstep new-key, then KEEPSTEP_TRUSTED_KEYS for workers, KEEPSTEP_SIGNING_KEY for senders"
     )
     return Finding("warning", "signatures", text, way_out)
+
+
+def _policies(settings: Settings) -> Iterator[Finding]:
+    if not settings.policies:
+        yield Finding("ok", "policies", "none are configured: every tool may be called")
+        return
+    try:
+        policies = Policies.load(settings.policies)
+    except PolicyError as error:
+        yield Finding("problem", "policies", error.message, "correct it; to look again: keepstep policy check")
+        return
+    count = len(policies.listed)
+    yield Finding("ok", "policies", f"{count} from {settings.policies}, version {policies.version}")
 
 
 # --- database ---------------------------------------------------------------------------------------------------------

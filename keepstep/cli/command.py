@@ -135,7 +135,7 @@ def command(
             short_help=help_text.partition(". ")[0].partition("\n")[0].rstrip("."),
             epilog="\n\n".join(["[dim]Example:[/dim]", *(f"  {escape(line)}" for line in example.splitlines())]),
         )(run)
-        EXAMPLES[name if group is app else f"db {name}"] = example
+        EXAMPLES[name if group is app else f"{group.info.name} {name}"] = example
         return function
 
     return decorate

@@ -17,7 +17,21 @@ import typer
 from typer.main import get_command
 
 from keepstep import __version__
-from keepstep.cli import approvals, control, doctor, effects, keys, limits, relay, schema, show, start, threads, worker
+from keepstep.cli import (
+    approvals,
+    control,
+    doctor,
+    effects,
+    keys,
+    limits,
+    policy,
+    relay,
+    schema,
+    show,
+    start,
+    threads,
+    worker,
+)
 from keepstep.cli.command import Broker, Database, Json, Tenant, app
 from keepstep.cli.session import OutputClosed, Session
 from keepstep.errors import InvalidInput, KeepstepError
@@ -39,6 +53,7 @@ _COMMANDS = {
     limits: ["limit"],
     doctor: ["doctor"],
     keys: ["new-key"],
+    policy: [],
     schema: [],
 }
 _ORDER = [name for names in _COMMANDS.values() for name in names]

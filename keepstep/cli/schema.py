@@ -11,7 +11,9 @@ from keepstep.cli.command import app, command
 from keepstep.cli.session import Session
 from keepstep.errors import DatabaseUnavailable, InvalidInput, InvalidSettings
 
-group = typer.Typer(no_args_is_help=True, rich_markup_mode="rich", help="Bring the database's schema up to date.")
+group = typer.Typer(
+    name="db", no_args_is_help=True, rich_markup_mode="rich", help="Bring the database's schema up to date."
+)
 app.add_typer(group, name="db", rich_help_panel="Operate")
 
 

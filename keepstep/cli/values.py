@@ -17,8 +17,11 @@ from keepstep.errors import InvalidInput
 _BYTES_MAX = 64 * 1024 * 1024
 
 
-def from_json(text: str, what: str) -> Any:
-    """Return what a JSON text says; raise `InvalidInput` naming `what` when it is no JSON or would be rounded."""
+def from_json(text: str, what: str, *, decimals: bool = False) -> Any:
+    """Return what a JSON text says; raise `InvalidInput` naming `what` when it is no JSON or would be rounded.
+
+    `decimals`: numbers with a point or an exponent are decimals, just as they are written.
+    """
 
     def refuse(problem: str) -> NoReturn:
         message = f"{what}: {problem}"
@@ -38,7 +41,7 @@ def from_json(text: str, what: str) -> Any:
     try:
         return json.loads(
             text,
-            parse_float=number,
+            parse_float=Decimal if decimals else number,
             parse_constant=lambda name: refuse(f"{name} is not JSON"),
             object_pairs_hook=pairs,
         )
@@ -69,9 +72,9 @@ def from_pair(text: str, what: str) -> Any:
     return from_text(text, what) if text == "null" or text.startswith(("[", "{", '"')) else text
 
 
-def an_object(text: str, what: str) -> dict[str, Any]:
-    """Return the object that a JSON text is."""
-    value = from_json(text, what)
+def an_object(text: str, what: str, *, decimals: bool = False) -> dict[str, Any]:
+    """Return the object that a JSON text is; `decimals` as for `from_json`."""
+    value = from_json(text, what, decimals=decimals)
     if not isinstance(value, dict):
         message = f'{what}: an object is needed, like {{"key": "value"}}'
         raise InvalidInput(message)

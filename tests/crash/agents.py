@@ -8,7 +8,7 @@ from typing import Annotated, TypedDict
 
 from sqlalchemy import create_engine, text
 
-from keepstep import END, START, Graph, Retry, Send, append, effect
+from keepstep import END, START, CallRejected, Graph, Retry, Send, append, effect, tool
 from tests.crash.outside import ask_outside
 
 
@@ -271,6 +271,46 @@ def launch(state, ctx):
 
 fleet.edge(START, "launch")
 fleet.edge("launch", END)
+
+
+# --- one that calls a two-phase tool ----------------------------------------------------------------------------------
+
+
+@tool(risk="high", approve=("purser",))
+def cargo(thread: str, *, idempotency_key: str) -> str:
+    """Load the cargo: it cannot be done twice, and nobody looks at the key."""
+    return ask_outside("load", thread, idempotency_key)
+
+
+@cargo.prepare
+def _(thread, *, idempotency_key):
+    ask_outside("reserve", thread, idempotency_key)
+
+
+@cargo.commit
+def _(thread, result, *, idempotency_key):
+    ask_outside("seal", thread, idempotency_key)
+
+
+@cargo.cancel
+def _(thread, *, idempotency_key):
+    ask_outside("release", thread, idempotency_key)
+
+
+freighter = Graph("freighter", state=Log, tools=[cargo])
+
+
+@freighter.node
+def load(state, ctx):
+    entered(ctx, "load")
+    try:
+        return {"log": [ctx.call("cargo", {"thread": ctx.thread}, key="cargo")]}
+    except CallRejected as error:
+        return {"log": [error.verdict]}
+
+
+freighter.edge(START, "load")
+freighter.edge("load", END)
 
 
 # --- one that fails when it has paid, and is undone -------------------------------------------------------------------

@@ -179,6 +179,31 @@ OF_CANCELS = (
 )
 """Where a worker's main process dies while a parent is cancelled."""
 
+_HANDLED = "the node's body is entered again; each of the tool's functions that was called is answered from the journal"
+_UNSURE = "the thread is blocked as `effect_unknown`; a person says what happened, and it goes on from there"
+
+
+def _of_handler(call: str, *, happens: str) -> tuple[Death, ...]:
+    return (
+        Death("before_intent", call, _HANDLED),
+        Death("after_intent", call, _UNSURE, calls={happens: 0}, blocked=True),
+        Death("after_call", call, _UNSURE, blocked=True),
+        Death("after_result", call, _HANDLED),
+    )
+
+
+OF_APPROVED_CALLS = (
+    *_of_handler("cargo.prepare:cargo", happens="reserve"),
+    Death("before_park", "load", _HANDLED),
+    Death("after_park", "load", "nothing; the thread waits"),
+    *_of_handler("cargo:cargo", happens="load"),
+    *_of_handler("cargo.commit:cargo", happens="seal"),
+)
+"""Where a pool child dies under a two-phase tool whose call is approved."""
+
+OF_REJECTED_CALLS = _of_handler("cargo.cancel:cargo", happens="release")
+"""Where a pool child dies under a two-phase tool whose call is rejected."""
+
 OF_UNDOS = (
     Death("before_undo", "charge:car", "nothing; the effect is undone by who takes the thread next"),
     Death(
@@ -222,6 +247,8 @@ ADMITTED = Death("after_admission", "", "nothing; another worker nudges them, a 
 
 DEATHS = (
     *OF_CHILDREN,
+    *OF_APPROVED_CALLS,
+    *OF_REJECTED_CALLS,
     *OF_MAIN_PROCESS,
     *OF_FAMILIES,
     *OF_CANCELS,

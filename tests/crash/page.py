@@ -33,7 +33,9 @@ server outside has counted, the commands applied, the events and the final state
 while its boat tows another; `tests/crash/test_undos.py` to a holiday that charges a `flight`, a `hotel` and a `car`,
 fails, and is undone; `tests/crash/test_transactions.py` to a node that writes a sale into the `till`, a table in
 Keepstep's database, and one at the `bank`, in another database, so that there is one of each afterwards;
-`tests/crash/test_models.py` to a node that asks two models, an `oracle` and a `sibyl` who answers in chunks.
+`tests/crash/test_models.py` to a node that asks two models, an `oracle` and a `sibyl` who answers in chunks;
+`tests/crash/test_tools.py` to a `load` that calls the two-phase tool `cargo`, whose approval is given or, at
+`cargo.cancel`, refused.
 
 | point | what has happened there | killed at | what it costs |
 |---|---|---|---|

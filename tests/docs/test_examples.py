@@ -164,7 +164,7 @@ def test_every_setting_is_documented_with_its_default():
     documented = dict(re.findall(r"^\| `(\w+)` \| (\S.*?) \|", text, flags=re.MULTILINE))
 
     shown = {
-        name: "none" if field.default in ((), "") else f"`{field.default}`"
+        name: "none" if field.default in {(), ""} else f"`{field.default}`"
         for name, field in Settings.model_fields.items()
     }
     assert {name: documented.get(name) for name in shown} == shown

@@ -222,7 +222,8 @@ MUTANTS = (
         (
             (
                 "            accepted = commands.accept(self._runtime, command, principal)\n",
-                "            message.ack()\n            accepted = commands.accept(self._runtime, command, principal)\n",
+                "            message.ack()\n"
+                "            accepted = commands.accept(self._runtime, command, principal)\n",
             ),
             (
                 '            reach("before_ack", command.verb)\n            message.ack()\n',

@@ -50,6 +50,8 @@ def test_every_command_of_the_design_is_there():
     } | {
         "keepstep db upgrade",
         "keepstep db status",
+        "keepstep policy check",
+        "keepstep policy test",
         "keepstep db install-outbox",
         "keepstep db install-journal",
     }
@@ -177,6 +179,17 @@ sys.exit(code)
         (["limit"], 1, "there is no database yet"),
         (["limit", "queue", "x", "1"], 2, "'graph', 'tenant'"),
         (["start", "g", "t", "--priority", "urgent"], 2, "'high', 'normal', 'low'"),
+        (["policy", "check"], 2, "no policies are configured: name a folder or file"),
+        (["policy", "check", "nowhere"], 2, "nowhere: No such file or directory"),
+        (["policy", "test", "--risk", "low"], 2, "a call to try is named by its tool: --tool NAME"),
+        (["policy", "test", "--tool", "x"], 2, "say the tool's risk"),
+        (["policy", "test", "--tool", "x", "--risk", "huge"], 2, "'low', 'medium', 'high'"),
+        (
+            ["policy", "test", "--tool", "x", "--risk", "low", "--arguments", "[]"],
+            2,
+            "--arguments: an object is needed",
+        ),
+        (["policy", "test", "--tool", "x", "--risk", "low", "--arguments", "{"], 2, "--arguments: not JSON"),
     ],
 )
 def test_an_error_is_one_line_and_a_document(arguments, code, said, capsys):

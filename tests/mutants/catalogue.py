@@ -73,7 +73,7 @@ MUTANTS = (
         "the fence",
         "an intent is not fenced",
         "store/effects.py",
-        (("        hold(transaction, fence)\n        return bool(", "        return bool("),),
+        (("        hold(transaction, fence)\n        written =", "        written ="),),
         (_FENCES.format("thread", "intend"),),
     ),
     Mutant(
@@ -221,9 +221,8 @@ MUTANTS = (
         "tasks/commands.py",
         (
             (
-                "            accepted = commands.accept(self._runtime, command, principal)\n",
-                "            message.ack()\n"
-                "            accepted = commands.accept(self._runtime, command, principal)\n",
+                "            accepted = commands.accept(",
+                "            message.ack()\n            accepted = commands.accept(",
             ),
             (
                 '            reach("before_ack", command.verb)\n            message.ack()\n',

@@ -27,6 +27,8 @@ from keepstep.settings import Settings, load
 if TYPE_CHECKING:
     import types
 
+Verdict = Literal["approve", "reject", "answer", "delegate", "request_changes"]
+_VERDICTS = ("approve", "reject", "answer", "delegate", "request_changes")
 _VERSION = 1
 _COLLECT_EVERY = 100
 _DECLARE_SECONDS = 60.0
@@ -164,36 +166,65 @@ class Client:
 
     def decide(
         self,
-        approval_id: str,
-        verdict: Literal["approve", "reject", "answer"],
+        approval_id: str | None,
+        verdict: Verdict,
         *,
         by: str,
         arguments: Mapping[str, Any] | None = None,
         answer: object = None,
+        to: Sequence[str] | str | None = None,
         comment: str | None = None,
+        thread: str | None = None,
+        graph: str | None = None,
     ) -> Receipt:
-        """Decide an approval as the principal `by`. `arguments` are what is approved when it is not what was asked."""
-        fields: dict[str, Any] = {"answer": answer} if verdict == "answer" else {}
+        """Decide an approval as the principal `by`; without an id the only one that `thread` asks.
+
+        `arguments` are what is approved when it is not what was asked. `answer` is the answer, or with `approve` what
+        was chosen where there are choices. `to`: the people and roles that are asked instead (`delegate`).
+        `request_changes` needs a `comment`, which the graph gets.
+        """
+        fields: dict[str, Any] = {}
+        if verdict == "answer" or (verdict == "approve" and answer is not None):
+            fields["answer"] = answer
         if arguments is not None:
             fields["arguments"] = _object(arguments, "$.arguments")
+        if to is not None:
+            fields["to"] = [to] if isinstance(to, str) else list(to)
+        if thread is not None:
+            fields |= {"thread": thread, "application": self._application}
         return self._send(
             "decide",
             approval=approval_id,
-            verdict=_one_of("verdict", verdict, ("approve", "reject", "answer")),
+            graph=graph,
+            verdict=_one_of("verdict", verdict, _VERDICTS),
             by=by,
             comment=comment,
             nullable=fields,
         )
 
     def approve(
-        self, approval_id: str, *, by: str, arguments: Mapping[str, Any] | None = None, comment: str | None = None
+        self,
+        approval_id: str,
+        *,
+        by: str,
+        arguments: Mapping[str, Any] | None = None,
+        choice: object = None,
+        comment: str | None = None,
     ) -> Receipt:
-        """Approve what was asked, or `arguments` in its place."""
-        return self.decide(approval_id, "approve", by=by, arguments=arguments, comment=comment)
+        """Approve what was asked, or `arguments` in its place; where there are choices, `choice` of them."""
+        return self.decide(approval_id, "approve", by=by, arguments=arguments, answer=choice, comment=comment)
 
     def reject(self, approval_id: str, *, by: str, comment: str | None = None) -> Receipt:
         """Reject what was asked."""
         return self.decide(approval_id, "reject", by=by, comment=comment)
+
+    def request_changes(self, approval_id: str, comment: str, *, by: str) -> Receipt:
+        """Neither approve nor reject: the graph gets the comment, and may ask again."""
+        return self.decide(approval_id, "request_changes", by=by, comment=comment)
+
+    def delegate(self, approval_id: str, to: Sequence[str] | str, *, by: str, comment: str | None = None) -> Receipt:
+        """Let other people or roles decide in the place of `by`."""
+        return self.decide(approval_id, "delegate", by=by, to=to, comment=comment)
 
     def answer(self, approval_id: str, answer: object, *, by: str, comment: str | None = None) -> Receipt:
         """Answer a question."""

@@ -52,6 +52,8 @@ class Settings(BaseSettings):
     """The audience (`aud`) of signed commands: a deployment's own name, so that none is taken by another."""
     signature_backlog_seconds: Seconds = 7 * 86400.0
     """A signed command is taken this long after its end (`exp`): a queue may have been away. It counts once even so."""
+    self_approval: bool = True
+    """Whether who started a run may approve or answer what it asks; false: somebody else must (four eyes)."""
     queue: str = "keepstep"
     """Prefix of every queue's name, so that deployments can share a broker."""
 

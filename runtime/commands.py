@@ -16,12 +16,8 @@ from typing import Any, Protocol
 from keepstep.crashpoints import reach
 from keepstep.errors import (
     Ambiguous,
-    ApprovalClosed,
-    ApprovalExpired,
     Conflict,
     DuplicateRow,
-    Forbidden,
-    InvalidInput,
     NotFound,
     RunInProgress,
     RunUndone,
@@ -31,10 +27,10 @@ from keepstep.errors import (
 )
 from keepstep.ids import checked_name, new_id
 from keepstep.priority import NORMAL, PRIORITIES
-from keepstep.runtime import edits, resolutions, stateedits
+from keepstep.runtime import decisions, resolutions, stateedits
 from keepstep.runtime.children import attended
-from keepstep.runtime.codec import view
 from keepstep.runtime.compiled import CompiledGraph
+from keepstep.runtime.decisions import DecideMessage
 from keepstep.runtime.environment import Runtime
 from keepstep.runtime.outcome import error_text
 from keepstep.runtime.principals import Principal
@@ -43,7 +39,6 @@ from keepstep.store.engine import Transaction
 from keepstep.store.leases import Nudge
 from keepstep.store.schema import BLOCKED, CANCELLED, ENDED, FAILED, UNDONE, WAITING
 from keepstep.store.threads import NewRun, ThreadState
-from keepstep.store.waits import ApprovalState, DecisionState
 
 _PATIENCE_SECONDS = 2.0
 _RACES_MAX = 3
@@ -63,19 +58,6 @@ class StartMessage(Protocol):
     step_limit: int | None
     priority: str | None
     by: str | None
-
-
-class DecideMessage(Protocol):
-    """One person's word on an approval."""
-
-    id: str
-    tenant: str
-    approval: str
-    verdict: str
-    arguments: Any
-    answer: Any
-    by: str
-    comment: str | None
 
 
 class SignalMessage(Protocol):
@@ -236,7 +218,7 @@ def _start(runtime: Runtime, transaction: Transaction, message: StartMessage) ->
         known = ", ".join(sorted({name for name, _ in runtime.graphs})) or "none"
         text = f"no worker carries a graph named {message.graph!r} (this one carries: {known})"
         raise UnknownGraph(text)
-    new = NewRun(new_id(), request_id, digest, stored, message.step_limit)
+    new = NewRun(new_id(), request_id, digest, stored, message.step_limit, started_by=message.by)
     priority = None if message.priority is None else PRIORITIES.index(message.priority)
     found = threads.by_name(transaction, message.tenant, message.application, message.graph, message.thread)
     if found is None:
@@ -280,104 +262,11 @@ def _carried(runtime: Runtime, name: str) -> CompiledGraph | None:
 def _decide(
     principal: Principal | None, runtime: Runtime, transaction: Transaction, message: DecideMessage
 ) -> Accepted:
-    thread_id = waits.thread_of_approval(transaction, message.approval)
-    if thread_id is None:
-        text = f"there is no approval {message.approval!r}"
-        raise NotFound(text)
-    waits.lock_thread(transaction, thread_id)
-    found = waits.lock_approval(transaction, message.approval)
-    if found.tenant != message.tenant:
-        text = f"there is no approval {message.approval!r}"
-        raise NotFound(text)
-    stored = {
-        "verdict": message.verdict,
-        "arguments": message.arguments,
-        "answer": message.answer,
-        "by": message.by,
-        "comment": message.comment,
-    }
-    decision = DecisionState(message.id, message.by, message.verdict, runtime.plain_codec.encode(stored))
-    earlier = waits.decisions(transaction, found.id)
-    same = [each for each in earlier if each.by == message.by and each.payload == decision.payload]
-    if same:
-        return Accepted(thread_id, duplicate=True)
-    _check_decidable(transaction, found, earlier, message)
-    question = view(found.question)
-    _check_asked(found, question, principal)
-    _check_verdict(found, question, message)
-    if message.arguments is not None:
-        edits.check(question["arguments"], message.arguments)
-        if question.get("schema") is not None:
-            edits.check_schema(json.loads(question["schema"]), message.arguments, "$.arguments")
-    _check_agreement(found, earlier, message)
-    waits.record_decision(transaction, found.id, found.tenant, decision)
-    status = _closes(found, earlier, message)
-    nudge = None if status is None else waits.close_approval(transaction, found.id, status, decision.payload)
-    detail = {"approval": found.id, "verdict": message.verdict, "closed": status is not None}
-    _audit(transaction, message, thread_id, "decide", message.by, detail)
-    return Accepted(thread_id, nudges=[nudge] if nudge else [])
-
-
-def _check_decidable(
-    transaction: Transaction, found: ApprovalState, earlier: list[DecisionState], message: DecideMessage
-) -> None:
-    if found.status == "open" and not found.expired:
-        if any(each.by == message.by for each in earlier):
-            text = f"{message.by} has decided approval {found.id!r} otherwise before"
-            raise Conflict(text)
-        return
-    others = ", ".join(waits.open_approvals(transaction, found.thread_id)) or "none"
-    if found.status == "expired" or (found.status == "open" and found.expired):
-        text = f"the time to decide approval {found.id!r} has run out (open approvals of its thread: {others})"
-        raise ApprovalExpired(text)
-    by = f" by {earlier[-1].by}" if earlier else ""
-    text = f"approval {found.id!r} is {found.status}{by} (open approvals of its thread: {others})"
-    raise ApprovalClosed(text)
-
-
-def _check_asked(found: ApprovalState, question: Any, principal: Principal | None) -> None:
-    """Refuse the word of somebody who is not asked; whose an unsigned one is, nobody knows."""
-    if principal is None or not question["to"] or principal.is_among(question["to"]):
-        return
-    asked = ", ".join(question["to"])
-    text = f"approval {found.id!r} asks {asked}: {principal.name} is none of them and has none of these roles"
-    raise Forbidden(text)
-
-
-def _check_verdict(found: ApprovalState, question: Any, message: DecideMessage) -> None:
-    allowed = ("answer", "reject") if found.kind == "ask" else ("approve", "reject")
-    if message.verdict not in allowed:
-        first = f"answer {found.id} VALUE" if found.kind == "ask" else f"approve {found.id}"
-        wants = "an answer, not for an approval" if found.kind == "ask" else "approval, not for an answer"
-        text = f"this asks for {wants}: keepstep {first}, or keepstep reject {found.id}"
-        raise InvalidInput(text)
-    if message.arguments is not None and message.verdict != "approve":
-        text = "$.arguments: only an approval can edit the arguments"
-        raise InvalidInput(text)
-    schema = question.get("schema")
-    if message.verdict == "answer" and schema is not None:
-        edits.check_schema(json.loads(schema), message.answer, "$.answer")
-
-
-def _check_agreement(found: ApprovalState, earlier: list[DecisionState], message: DecideMessage) -> None:
-    """Refuse an approval of other arguments than those before it: a quorum is of people who approve the same thing."""
-    if message.verdict != "approve" or not earlier:
-        return
-    wanted = json.dumps(message.arguments, sort_keys=True)
-    for each in earlier:
-        if each.verdict == "approve" and json.dumps(view(each.payload)["arguments"], sort_keys=True) != wanted:
-            text = f"{each.by} has approved other arguments of approval {found.id!r}: approve the same or reject"
-            raise Conflict(text)
-
-
-def _closes(found: ApprovalState, earlier: list[DecisionState], message: DecideMessage) -> str | None:
-    """Return the status that this decision closes the approval with, None when more people must approve."""
-    if message.verdict == "reject":
-        return "rejected"
-    if message.verdict == "answer":
-        return "answered"
-    approved = {each.by for each in earlier if each.verdict == "approve"} | {message.by}
-    return "approved" if len(approved) >= found.quorum else None
+    decided = decisions.decide(runtime, transaction, message, principal)
+    if decided.duplicate:
+        return Accepted(decided.thread_id, duplicate=True)
+    _audit(transaction, message, decided.thread_id, "decide", message.by, decided.detail)
+    return Accepted(decided.thread_id, nudges=decided.nudges)
 
 
 # --- signal ---

@@ -276,16 +276,33 @@ class Context(_Facts):
         quorum: int = 1,
         expires: float | timedelta | None = None,
         on_expiry: str = "reject",
+        escalate_to: Sequence[str] | str | None = None,
+        choices: Sequence[Any] | None = None,
+        schema: Any = None,
     ) -> Decision:
         """Ask people for approval; the thread holds no worker until they have decided.
 
         `arguments` are what is approved; an approver may edit them. `context` is shown beside them. `to` names roles or
-        people, `quorum` how many different people must approve; one rejection rejects. `expires`: seconds or timedelta;
-        then `on_expiry` is the verdict: `"reject"`, or `"fail"` raises `TimeoutError`.
+        people, `quorum` how many different people must approve; one rejection rejects. `choices`: whoever approves
+        chooses one, `Decision.answer`. `schema`: a type or JSON schema that edited arguments must fit. `expires`:
+        seconds or timedelta; then `on_expiry` is what happens: `"reject"`, `"approve"` (nobody objected), `"escalate"`
+        (those in `escalate_to` are asked, for as long again, and then it is rejected), or `"fail"` raises
+        `TimeoutError`.
         """
-        return self._attempt.waits.decide(
-            Question("approve", question, arguments, context, to or (), quorum, expires, on_expiry)
+        asked = Question(
+            "approve",
+            question,
+            arguments,
+            context,
+            to or (),
+            quorum,
+            expires,
+            on_expiry,
+            schema,
+            escalate_to or (),
+            choices,
         )
+        return self._attempt.waits.decide(asked)
 
     def ask(
         self,
@@ -297,13 +314,24 @@ class Context(_Facts):
         to: Sequence[str] | str | None = None,
         expires: float | timedelta | None = None,
         on_expiry: str = "reject",
+        escalate_to: Sequence[str] | str | None = None,
+        choices: Sequence[Any] | None = None,
     ) -> Decision:
         """Ask people a question; `Decision.answer` is what they said.
 
-        `schema` is a type or a JSON schema that an answer must fit, checked before it is accepted.
+        `schema` is a type or a JSON schema that an answer must fit, `choices` are the only answers there are; both are
+        checked before an answer is accepted. The rest is as in `approve`.
         """
         asked = Question(
-            "ask", question, context=context, to=to or (), expires=expires, on_expiry=on_expiry, schema=schema
+            "ask",
+            question,
+            context=context,
+            to=to or (),
+            expires=expires,
+            on_expiry=on_expiry,
+            schema=schema,
+            escalate_to=escalate_to or (),
+            choices=choices,
         )
         return self._attempt.waits.decide(asked)
 

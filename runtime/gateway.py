@@ -267,7 +267,7 @@ class Gateway:
         decision = self.waits.decide(question)
         said = {"approval": decision.approval, "by": decision.by}
         if not decision.approved:
-            verdict = "expired" if decision.verdict == "expired" else "reject"
+            verdict = decision.verdict if decision.verdict in ("expired", "request_changes") else "reject"
             detail = {**said, "verdict": verdict, "arguments": digest}
             hearing.add(replace(ruling, verdict=REJECTED), "call_rejected", detail)
             raise _rejected(tool, decision, verdict)

@@ -174,6 +174,8 @@ class _Run:
     def _send(self, verb: str, **fields: Any) -> Accepted:
         defaults: dict[str, Any] = {"verb": verb, "id": new_id(), "tenant": "default", "application": "default"}
         defaults["by"] = None
+        if verb == "decide":
+            defaults |= {"graph": None, "thread": None}
         if verb == "start":
             defaults |= {"request_id": None, "if_running": "reject", "priority": None}
         accepted = commands.accept(self._runtime, SimpleNamespace(**{**defaults, **fields}))
@@ -208,7 +210,7 @@ def _decider(decisions: Decisions) -> Decide:
 
 
 def _decision(approval: Approval, verdict: Any) -> dict[str, Any]:
-    fields: dict[str, Any] = {"arguments": None, "answer": None, "by": "graph.run", "comment": None}
+    fields: dict[str, Any] = {"arguments": None, "answer": None, "by": "graph.run", "comment": None, "to": None}
     if isinstance(verdict, Mapping) and "verdict" in verdict:
         return {**fields, **verdict}
     if approval.kind == "ask":

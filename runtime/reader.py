@@ -97,10 +97,12 @@ class Approval:
     kind: str
     """`approve` or `ask`."""
     status: str
+    """`open`, `approved`, `rejected`, `answered`, `changes_requested`, `expired` or `withdrawn`."""
     question: str
     arguments: Any
     context: Any
     to: list[str]
+    """The people and roles that are asked now; empty: anybody."""
     quorum: int
     expires_at: datetime | None
     created_at: datetime
@@ -108,6 +110,10 @@ class Approval:
     node_run: str
     """Which node run asks."""
     schema: Any
+    choices: list[Any] | None
+    on_expiry: str
+    """What happens when nobody has answered in time: `reject`, `approve`, `escalate` or `fail`."""
+    escalate_to: list[str]
     """The JSON schema that answers must fit, if any."""
 
 
@@ -369,13 +375,16 @@ class Reader:
                     _shown(asked["question"]),
                     asked["arguments"],
                     asked["context"],
-                    asked["to"],
+                    asked["to"] if row.assigned is None else json.loads(row.assigned),
                     row.quorum,
                     _time(row.expires_at),
                     datetime.fromtimestamp(row.created_at, UTC),
                     _time(row.closed_at),
                     row.run,
                     json.loads(asked["schema"]) if asked.get("schema") else None,
+                    asked.get("choices"),
+                    row.on_expiry,
+                    json.loads(row.escalate_to) if row.escalate_to else [],
                 )
             )
         return found

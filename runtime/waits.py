@@ -33,7 +33,8 @@ _SECONDS_MAX = 100 * 366 * 86400.0
 _QUORUM_MAX = 1000
 _BOUND_FROM = 1_000_000
 """The occurrences of questions that are found again by what they are bound to begin here."""
-ON_EXPIRY = ("reject", "fail")
+ON_EXPIRY = ("reject", "approve", "escalate", "fail")
+_CHOICES_MAX = 100
 
 
 @dataclass(frozen=True, slots=True)
@@ -41,9 +42,9 @@ class Decision:
     """What people said to a question."""
 
     approved: bool
-    """Whether they approved, or answered what was asked; False: rejected, or expired."""
+    """Whether they approved, or answered what was asked; with `on_expiry="approve"`, nobody objecting in time too."""
     verdict: str
-    """`approve`, `reject`, `answer` or `expired`."""
+    """`approve`, `reject`, `request_changes`, `answer` or `expired`."""
     arguments: Any = None
     """What was approved: the arguments asked about, with the approver's edits."""
     answer: Any = None
@@ -75,6 +76,8 @@ class Question:
     expires: float | timedelta | None = None
     on_expiry: str = "reject"
     schema: Any = None
+    escalate_to: Sequence[str] | str = ()
+    choices: Sequence[Any] | None = None
     bound: Any = None
     """What an answer is bound to, for a question that is found again by that and not by its place in the node."""
 
@@ -89,18 +92,35 @@ class Question:
         if self.on_expiry not in ON_EXPIRY:
             message = f"ctx.{self.kind}: on_expiry must be one of {', '.join(ON_EXPIRY)}, not {self.on_expiry!r}"
             raise InvalidInput(message)
+        if (self.on_expiry == "escalate") != bool(self.escalate_to):
+            message = f'ctx.{self.kind}: on_expiry="escalate" and escalate_to= belong together: whom else to ask'
+            raise InvalidInput(message)
+        if self.on_expiry in ("approve", "escalate") and self.expires is None:
+            message = f"ctx.{self.kind}: on_expiry={self.on_expiry!r} needs expires="
+            raise InvalidInput(message)
+        if self.on_expiry == "approve" and (self.kind == "ask" or self.choices is not None):
+            message = f'ctx.{self.kind}: on_expiry="approve" is for questions that silence can answer'
+            raise InvalidInput(message)
+        if self.choices is not None and not 0 < len(self.choices) <= _CHOICES_MAX:
+            message = f"ctx.{self.kind}: choices must be 1 to {_CHOICES_MAX} values"
+            raise InvalidInput(message)
         return self
 
     def plain(self) -> dict[str, Any]:
         """Return the question as it is stored."""
-        to = [self.to] if isinstance(self.to, str) else list(self.to or ())
+        choices = {} if self.choices is None else {"choices": list(self.choices)}
         return {
             "question": self.text,
             "arguments": self.arguments,
             "context": self.context,
-            "to": to,
+            "to": _names(self.to),
             "schema": json_schema(self.schema),
+            **choices,
         }
+
+
+def _names(given: Sequence[str] | str) -> list[str]:
+    return [given] if isinstance(given, str) else list(given or ())
 
 
 def json_schema(schema: Any) -> str | None:
@@ -150,7 +170,14 @@ class WaitBook:
                 occurrence,
                 "approval",
                 digest,
-                approval=NewApproval(new_id(), question.kind, stored, question.quorum, question.on_expiry),
+                approval=NewApproval(
+                    new_id(),
+                    question.kind,
+                    stored,
+                    question.quorum,
+                    question.on_expiry,
+                    json.dumps(_names(question.escalate_to)) if question.escalate_to else None,
+                ),
                 seconds=_seconds("expires", question.expires),
             ),
         )
@@ -158,7 +185,10 @@ class WaitBook:
             if question.on_expiry == "fail":
                 message = f"nobody answered {question.text!r} in time"
                 raise TimeoutError(message)
-            return Decision(approved=False, verdict="expired", arguments=question.arguments, approval=state.approval_id)
+            approved = question.on_expiry == "approve"
+            return Decision(
+                approved=approved, verdict="expired", arguments=question.arguments, approval=state.approval_id
+            )
         answer = self._codec.decode(state.answer)
         edited = answer.get("arguments")
         if edited is not None and question.bound is None:
@@ -168,7 +198,7 @@ class WaitBook:
             verdict=answer["verdict"],
             arguments=question.arguments if edited is None else edited,
             # A question that was refused has no answer to be fitted.
-            answer=_typed(question.schema, answer["answer"]) if answer["verdict"] == "answer" else None,
+            answer=_said(question, answer),
             by=answer.get("by"),
             comment=answer.get("comment"),
             approval=state.approval_id,
@@ -304,6 +334,13 @@ def _seconds(what: str, value: float | timedelta | None, *, zero: bool = False) 
         message = f"{what}: {seconds:g} s is longer than a hundred years; leave it out to wait for ever"
         raise InvalidInput(message)
     return seconds
+
+
+def _said(question: Question, answer: Mapping[str, Any]) -> Any:
+    """Return what was answered, or chosen; None when the question was refused."""
+    if answer["verdict"] == "answer":
+        return _typed(question.schema, answer["answer"])
+    return answer["answer"] if answer["verdict"] == "approve" and question.choices is not None else None
 
 
 def _typed(schema: Any, answer: Any) -> Any:

@@ -54,6 +54,8 @@ class NewApproval:
     question: bytes
     quorum: int
     on_expiry: str
+    escalate_to: str | None = None
+    """People and roles (JSON)."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -266,6 +268,8 @@ _INSERT_APPROVAL = Statement(
         question=param("question"),
         quorum=param("quorum"),
         on_expiry=param("on_expiry"),
+        escalate_to=param("escalate_to"),
+        expires_seconds=param("seconds"),
         expires_at=db_now() + param("seconds"),
         created_at=db_now(),
     )
@@ -388,7 +392,12 @@ def _open(transaction: Transaction, place: dict[str, Any], new: NewWait) -> list
 
 def _ask(transaction: Transaction, place: dict[str, Any], new: NewWait, asked: NewApproval) -> None:
     values = {"occurrence": new.occurrence, "seconds": new.seconds, "id": asked.id, "kind": asked.kind}
-    payload = {"question": asked.question, "quorum": asked.quorum, "on_expiry": asked.on_expiry}
+    payload = {
+        "question": asked.question,
+        "quorum": asked.quorum,
+        "on_expiry": asked.on_expiry,
+        "escalate_to": asked.escalate_to,
+    }
     transaction.run(_INSERT_APPROVAL, {**place, **values, **payload})
 
 

@@ -158,6 +158,7 @@ run = Table(
     _text("status"),
     Column("input", LargeBinary, nullable=False),
     Column("step_limit", Integer),
+    Column("started_by", Text),  # who asked for it, where that was said
     _count("spawned"),  # 1: a parent spawned it, and its end is written on the child row, too
     _count("steps"),
     Column("error", Text),
@@ -348,10 +349,14 @@ approval = Table(
     _text("run"),
     Column("occurrence", Integer, nullable=False),
     _text("kind"),  # approve | ask
-    _text("status"),  # open | approved | rejected | answered | expired | withdrawn
+    _text("status"),  # open | approved | rejected | answered | changes_requested | expired | withdrawn
     Column("question", LargeBinary, nullable=False),  # question, arguments, context, to, schema
     Column("quorum", Integer, nullable=False),
-    _text("on_expiry"),
+    _text("on_expiry"),  # reject | approve | escalate | fail
+    Column("assigned", Text),  # who is asked now (JSON); NULL: those whom the question names
+    Column("escalate_to", Text),  # who is asked when nobody has answered in time (JSON)
+    _count("escalated"),
+    _time("expires_seconds", nullable=True),  # how long it is open, once more when it escalates
     _time("expires_at", nullable=True),
     _time("created_at"),
     _time("closed_at", nullable=True),

@@ -157,6 +157,7 @@ _NEW_RUN = Statement(
         input=param("input"),
         step_limit=param("step_limit"),
         spawned=param("spawned"),
+        started_by=param("started_by"),
         created_at=db_now(),
     )
 )
@@ -192,6 +193,8 @@ class NewRun(NamedTuple):
     step_limit: int | None
     spawned: int = 0
     """1: a parent spawned it, and is to be told its end."""
+    started_by: str | None = None
+    """Who asked for it."""
 
 
 def by_name(transaction: Transaction, tenant: str, application: str, agent: str, name: str) -> ThreadState | None:

@@ -112,6 +112,9 @@ class ApprovalView(NamedTuple):
     question: bytes
     quorum: int
     on_expiry: str
+    assigned: str | None
+    """Who is asked now (JSON); None: those whom the question names."""
+    escalate_to: str | None
     expires_at: float | None
     created_at: float
     closed_at: float | None

@@ -7,6 +7,7 @@ separated from its effect by a crash.
 
 from __future__ import annotations
 
+import json
 from typing import NamedTuple
 
 from sqlalchemy import Text as TextType
@@ -15,7 +16,7 @@ from sqlalchemy.sql.base import Executable
 
 from keepstep.store.engine import Store, Transaction
 from keepstep.store.leases import NUDGE_SECONDS, Nudge, nudge_columns
-from keepstep.store.schema import READY, WAITING, approval, decision, node_run, thread, wait
+from keepstep.store.schema import READY, WAITING, approval, decision, node_run, run, thread, wait
 from keepstep.store.statements import Statement, db_now, param
 
 
@@ -53,7 +54,13 @@ class ApprovalState(NamedTuple):
     question: bytes
     quorum: int
     on_expiry: str
+    assigned: str | None
+    """Who is asked now (JSON), when that is not who was asked at first."""
     expired: int
+
+    def asked(self, first: list[str]) -> list[str]:
+        """Return the people and roles that are asked; `first`: those that were at first."""
+        return first if self.assigned is None else list(json.loads(self.assigned))
 
 
 class DecisionState(NamedTuple):
@@ -214,6 +221,29 @@ _CLOSE = Statement(
 )
 
 
+_ASSIGN = Statement(
+    lambda _dialect: update(approval).where(approval.c.id == param("id")).values(assigned=param("assigned"))
+)
+_STARTED_BY = Statement(
+    lambda _dialect: (
+        select(run.c.started_by)
+        .select_from(thread.join(run, run.c.id == thread.c.run_id))
+        .where(thread.c.id == param("thread_id"))
+    )
+)
+
+
+def assign(transaction: Transaction, approval_id: str, asked: list[str]) -> None:
+    """Ask others from now on. The approval is locked."""
+    transaction.run(_ASSIGN, {"id": approval_id, "assigned": json.dumps(asked)})
+
+
+def started_by(transaction: Transaction, thread_id: str) -> str | None:
+    """Return who asked for a thread's present run; None when nobody said so."""
+    row = transaction.row(_STARTED_BY, {"thread_id": thread_id})
+    return None if row is None else row[0]
+
+
 def thread_of_approval(transaction: Transaction, approval_id: str) -> str | None:
     """Return the id of the thread an approval belongs to, or None: to be locked before the approval is."""
     row = transaction.row(_THREAD_OF, {"id": approval_id})
@@ -326,6 +356,33 @@ _DUE_OF_THREAD = Statement(
 )
 
 
+_ESCALATE = Statement(
+    lambda _dialect: (
+        update(approval)
+        .where(
+            approval.c.id == param("id"),
+            approval.c.status == "open",
+            approval.c.on_expiry == "escalate",
+            approval.c.escalated == 0,
+        )
+        .values(assigned=approval.c.escalate_to, escalated=1, expires_at=db_now() + approval.c.expires_seconds)
+        .returning(approval.c.expires_at)
+    )
+)
+_MOVE_DUE = Statement(
+    lambda _dialect: update(wait).where(wait.c.approval_id == param("approval_id")).values(due_at=param("due_at"))
+)
+
+
+def _escalated(transaction: Transaction, approval_id: str) -> bool:
+    """Ask those whom a question goes to when nobody has answered it, for as long again; False when it does not."""
+    row = transaction.row(_ESCALATE, {"id": approval_id})
+    if row is None:
+        return False
+    transaction.run(_MOVE_DUE, {"approval_id": approval_id, "due_at": row[0]})
+    return True
+
+
 def fire_due(store: Store, *, limit: int) -> list[Nudge]:
     """Answer every wait whose time has come; return the nudges of what they woke.
 
@@ -341,6 +398,8 @@ def fire_due(store: Store, *, limit: int) -> list[Nudge]:
                 key, approval_id = WaitKey(*row[:-1]), row[-1]
                 if approval_id is None:
                     nudge = answer(transaction, key, None)
+                elif _escalated(transaction, approval_id):
+                    continue
                 else:
                     nudge = close_approval(transaction, approval_id, "expired", None)
                 if nudge is not None:

@@ -96,25 +96,47 @@ class Start(Message):
 
 
 class Decide(Message):
-    """Decide an approval, or answer a question."""
+    """Decide an approval, answer a question, hand it on, or ask for changes."""
 
     verb: Literal["decide"] = Field(description="Always `decide`.")
-    approval: Name = Field(description="The approval's id.")
-    verdict: Literal["approve", "reject", "answer"] = Field(description="The decision.")
+    approval: Name | None = Field(None, description="The approval's id; or `thread` instead, when that asks one thing.")
+    application: Name = Field("default", description="With `thread`: the application that it belongs to.")
+    graph: Name | None = Field(
+        None, description="With `thread`: the graph's name; needed when threads of several graphs share the name."
+    )
+    thread: Name | None = Field(None, description="The thread whose only open question is decided.")
+    verdict: Literal["approve", "reject", "answer", "delegate", "request_changes"] = Field(description="The decision.")
     arguments: dict[str, Any] | None = Field(
         None, description="With `approve`: what is approved when it is not what was asked."
     )
-    answer: Any = Field(None, description="With `answer`, and needed then: the answer.")
+    answer: Any = Field(
+        None, description="With `answer`, and needed then: the answer. With `approve`: what was chosen, of choices."
+    )
+    to: Annotated[list[Name], Field(min_length=1, max_length=100)] | None = Field(
+        None, description="With `delegate`, and needed then: the people and roles that are asked instead."
+    )
     by: Name = Field(description="Who decided; one principal counts once.")
-    comment: Text | None = Field(None, description="A remark for people.")
+    comment: Text | None = Field(
+        None, description="A remark for people and for the graph; needed with `request_changes`."
+    )
 
     @model_validator(mode="after")
     def _fits_verdict(self) -> Self:
+        if (self.approval is None) == (self.thread is None):
+            kind, text = "approval_or_thread", "Either approval or thread says what is decided"
+            raise PydanticCustomError(kind, text)
         if self.arguments is not None and self.verdict != "approve":
             kind, text = "unwanted_arguments", "Arguments belong to the verdict approve"
             raise PydanticCustomError(kind, text)
-        if ("answer" in self.model_fields_set) != (self.verdict == "answer"):
+        answers = "answer" in self.model_fields_set
+        if answers != (self.verdict == "answer") and not (answers and self.verdict == "approve"):
             kind, text = "answer_and_verdict", "An answer belongs to the verdict answer, which needs one"
+            raise PydanticCustomError(kind, text)
+        if (self.to is not None) != (self.verdict == "delegate"):
+            kind, text = "to_and_verdict", "People to ask instead belong to the verdict delegate, which needs some"
+            raise PydanticCustomError(kind, text)
+        if self.verdict == "request_changes" and not self.comment:
+            kind, text = "comment_needed", "The verdict request_changes needs a comment: what to change"
             raise PydanticCustomError(kind, text)
         return self
 
@@ -502,6 +524,8 @@ def _type(part: dict[str, Any]) -> str:
         return " or ".join(f"`{json.dumps(one)}`" for one in part["enum"])
     if "$ref" in part:
         return "object"
+    if part.get("type") == "array":
+        return f"list of {_type(part['items'])}s"
     words = {"string": "string", "integer": "integer", "boolean": "boolean", "object": "object"}
     word = words.get(part.get("type", ""), "any JSON value")
     if part.get("maxLength") == 200:  # noqa: PLR2004

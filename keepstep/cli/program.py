@@ -48,7 +48,7 @@ _COMMANDS = {
     threads: ["threads", "history", "state"],
     show: ["show"],
     effects: ["effects", "resolve"],
-    approvals: ["approvals", "approve", "reject", "answer"],
+    approvals: ["approvals", "approve", "reject", "answer", "request-changes", "delegate"],
     control: ["signal", "pause", "resume", "cancel", "retry"],
     limits: ["limit"],
     doctor: ["doctor"],

@@ -33,7 +33,8 @@ def all_commands():
 
 
 LOOKING = {"threads", "show", "history", "state", "effects", "approvals"}
-SENDING = {"start", "approve", "reject", "answer", "signal", "pause", "resume", "cancel", "retry", "resolve"}
+DECIDING = {"approve", "reject", "answer", "request-changes", "delegate"}
+SENDING = {"start", *DECIDING, "signal", "pause", "resume", "cancel", "retry", "resolve"}
 
 
 def program(*arguments, cwd=None, **options):

@@ -15,9 +15,17 @@ if TYPE_CHECKING:
     from tests.simulation.world import World
 
 _DEFAULTS: dict[str, dict[str, Any]] = {
-    "start": {"application": "default", "step_limit": None, "priority": None},
-    "decide": {"arguments": None, "answer": None, "comment": None},
-    "signal": {"graph": None, "application": "default", "key": None},
+    "start": {"application": "default", "step_limit": None, "priority": None, "by": None},
+    "decide": {
+        "application": "default",
+        "graph": None,
+        "thread": None,
+        "arguments": None,
+        "answer": None,
+        "to": None,
+        "comment": None,
+    },
+    "signal": {"graph": None, "application": "default", "key": None, "by": None},
     "control": {"graph": None, "application": "default", "by": "operator", "reason": None, "step_limit": None},
     "edit": {"graph": None, "application": "default", "by": "operator", "reason": None, "expect": None},
 }
@@ -165,8 +173,12 @@ class Clients:
         yes, payload = ("answer", {"answer": 7}) if kind == "ask" else ("approve", {})
         if positive or random.random() < 0.7:
             fields: dict[str, Any] = {"verdict": yes, **payload}
+        elif random.random() < 0.3:
+            fields = {"verdict": "request_changes", "comment": "less"}
         else:
             fields = {"verdict": "reject"}
+        if not positive and random.random() < 0.1:
+            self._send("decide", approval=approval, by=by, verdict="delegate", to=[random.choice(_PEOPLE)])
         self._send("decide", approval=approval, by=by, tenant="foreign" if foreign else "default", **fields)
         if not positive and random.random() < 0.2:
             self._send("decide", approval=approval, by=by, **{**fields, "verdict": random.choice((yes, "reject"))})
@@ -242,6 +254,7 @@ class Clients:
         ]
         self._world.require(len(found) == 1, "a question was not asked exactly once", f"{question}: {found}")
         verdicts = {"approved": "approve", "rejected": "reject", "answered": "answer"}
+        verdicts["changes_requested"] = "request_changes"
         return verdicts.get(found[0], found[0])
 
     def _ended(self, tag: str) -> str | None:

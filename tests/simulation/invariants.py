@@ -291,9 +291,10 @@ def _check_approvals(world: World) -> None:
         waits = world.store.query("SELECT status, answer FROM keepstep_wait WHERE approval_id = ?", approval)
         world.require(len(waits) == 1, "an approval without its wait", approval)
         detail = f"{status} by {decided}, its wait {waits}"
-        world.require(len({by for _, _, by in decided}) == len(decided), "one person counted twice", detail)
+        words = [by for verdict, _, by in decided if verdict != "delegate"]
+        world.require(len(set(words)) == len(words), "one person counted twice", detail)
         state, answer = waits[0]
-        if status in {"approved", "rejected", "answered"}:
+        if status in {"approved", "rejected", "answered", "changes_requested"}:
             world.require(state != "open" and answer == decided[-1][1], "an answer was lost or changed", detail)
             approvals = [verdict for verdict, _, _ in decided if verdict == "approve"]
             world.require(status != "approved" or len(approvals) == quorum, "the quorum is wrong", detail)

@@ -13,13 +13,15 @@ import shutil
 import sys
 import tempfile
 from collections import defaultdict
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 
 from benchmarks import backlog, measure
+from benchmarks import waiting as waits
 from benchmarks.backlog import Looks
 from benchmarks.contestants import Contestant, Keepstep, Lean, Servers, Stock
 from benchmarks.measure import Cost, Hops, Lone, Rate
+from benchmarks.waiting import Waiting
 
 _ROW = "{:<10}{:>9}{:>12}{:>10}{:>16}"
 
@@ -34,10 +36,14 @@ class Plan:
     warm_up_seconds: float
     chains: int
     lone_steps: int
+    waiting: int
+    """Threads that wait for people."""
+    decisions: int
+    """At once."""
 
 
-_FULL = Plan(rounds=3, seconds=8.0, warm_up_seconds=2.0, chains=64, lone_steps=600)
-_QUICK = Plan(rounds=1, seconds=1.0, warm_up_seconds=0.3, chains=16, lone_steps=60)
+_FULL = Plan(rounds=3, seconds=8.0, warm_up_seconds=2.0, chains=64, lone_steps=600, waiting=10_000, decisions=1_000)
+_QUICK = Plan(rounds=1, seconds=1.0, warm_up_seconds=0.3, chains=16, lone_steps=60, waiting=300, decisions=100)
 
 
 @dataclass(frozen=True)
@@ -66,6 +72,11 @@ TARGETS = (
     Target("statements_per_step", at_most=2.1),
     Target("commits_per_step", at_most=1.1),
     Target("admission_100000_due_vs_100", at_most=2.0),
+    Target("waiting_messages", at_most=0),
+    Target("waiting_connections_delta", at_most=0),
+    # Not 0: what an allocator keeps after ten thousand more steps, whatever became of their threads.
+    Target("waiting_rss_delta_mib", at_most=8),
+    Target("decision_to_running_ms_p50", at_most=25),
 )
 
 
@@ -78,13 +89,7 @@ def main(arguments: list[str]) -> int:
     parser.add_argument("--seconds", type=float, help="length of each turn's measured window")
     given = parser.parse_args(arguments)
     plan = _QUICK if given.quick else _FULL
-    plan = Plan(
-        given.rounds or plan.rounds,
-        given.seconds or plan.seconds,
-        plan.warm_up_seconds,
-        plan.chains,
-        plan.lone_steps,
-    )
+    plan = replace(plan, rounds=given.rounds or plan.rounds, seconds=given.seconds or plan.seconds)
     folder = Path(tempfile.mkdtemp(prefix="keepstep-bench-"))
     try:
         servers = Servers(folder)
@@ -106,9 +111,10 @@ def _run(servers: Servers, plan: Plan) -> dict[str, object]:
     cost = measure.cost(servers, chains=plan.chains, seconds=plan.seconds)
     lone = measure.lone(servers, steps=plan.lone_steps)
     looks = backlog.looks(servers)
+    waiting = waits.waiting(servers, threads=plan.waiting, at_once=plan.decisions)
     rates, loaded = _take_turns(servers, plan)
-    figures = _figures(rates, loaded, lone, cost, looks)
-    _print_figures(figures, lone, cost, looks)
+    figures = _figures(rates, loaded, lone, cost, looks, waiting)
+    _print_figures(figures, lone, cost, looks, waiting)
     print(json.dumps(figures))
     return figures
 
@@ -133,7 +139,7 @@ def _take_turns(servers: Servers, plan: Plan) -> tuple[dict[str, list[Rate]], li
 
 
 def _figures(
-    rates: dict[str, list[Rate]], loaded: list[Hops], lone: Lone, cost: Cost, looks: Looks
+    rates: dict[str, list[Rate]], loaded: list[Hops], lone: Lone, cost: Cost, looks: Looks, waiting: Waiting
 ) -> dict[str, object]:
     speed = {name: measure.median([rate.steps_per_second for rate in turns]) for name, turns in rates.items()}
     used = {name: measure.median([rate.processor_microseconds for rate in turns]) for name, turns in rates.items()}
@@ -155,6 +161,14 @@ def _figures(
         "admission_ms_100_due": round(looks.of_few, 2),
         "admission_ms_100000_due": round(looks.of_many, 2),
         "admission_100000_due_vs_100": round(looks.of_many / looks.of_few, 2),
+        "waiting_threads": waiting.threads,
+        "waiting_messages": waiting.messages,
+        "waiting_connections_delta": waiting.connections_delta,
+        "waiting_rss_delta_mib": round(waiting.rss_delta_mib, 1),
+        "decision_to_running_ms_p50": round(waiting.decision_to_running_ms_p50, 2),
+        "decisions_at_once": waiting.at_once,
+        "decisions_applied_once": waiting.applied_once,
+        "decisions_at_once_seconds": round(waiting.at_once_seconds, 2),
     }
     targets = {
         target.figure: {
@@ -167,7 +181,7 @@ def _figures(
     return {**figures, "targets": targets}
 
 
-def _print_figures(figures: dict[str, object], lone: Lone, cost: Cost, looks: Looks) -> None:
+def _print_figures(figures: dict[str, object], lone: Lone, cost: Cost, looks: Looks, waiting: Waiting) -> None:
     lines = {
         "hop, lone thread": f"p50 {lone.hops.p50:.1f} ms, p99 {lone.hops.p99:.1f} ms",
         "hop, all chains": f"p50 {figures['hop_ms_p50_loaded']} ms, p99 {figures['hop_ms_p99_loaded']} ms",
@@ -176,6 +190,10 @@ def _print_figures(figures: dict[str, object], lone: Lone, cost: Cost, looks: Lo
         "messages/step": f"{cost.messages:.2f}",
         "bytes/step": f"{cost.stored_bytes:.0f} of tables and indexes, {cost.payload_bytes:.0f} of them payload",
         "admission": f"{looks.of_few:.1f} ms for 16 of 100 due threads, {looks.of_many:.1f} ms for 16 of 100,000",
+        "waiting": f"{waiting.threads:,} threads: {waiting.messages} messages, {waiting.connections_delta:+} "
+        f"connections, {waiting.rss_delta_mib:+.1f} MiB in the worker's processes",
+        "decision": f"{waiting.decision_to_running_ms_p50:.1f} ms to the node running on; {waiting.at_once:,} at once "
+        f"in {waiting.at_once_seconds:.1f} s, {waiting.applied_once:,} applied once",
     }
     print()
     for name, text in lines.items():

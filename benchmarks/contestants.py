@@ -233,6 +233,11 @@ class Worker:
         times = [process.cpu_times() for process in (main, *main.children(recursive=True))]
         return sum(time.user + time.system for time in times)
 
+    def memory_bytes(self) -> int:
+        """Return the resident memory of the worker and its pool, what they share counted for each."""
+        main = psutil.Process(self._process.pid)
+        return sum(process.memory_info().rss for process in (main, *main.children(recursive=True)))
+
     def until(self, reached: Callable[[], bool], *, seconds: float, what: str) -> None:
         """Wait until something is so; raise with the worker's log when it died or the time is over."""
         deadline = time.monotonic() + seconds

@@ -24,6 +24,7 @@ FIGURES = {
     "messages_per_step",
     "bytes_per_step",
     "admission_100000_due_vs_100",
+    "decision_to_running_ms_p50",
 }
 
 
@@ -46,6 +47,10 @@ def test_a_quick_run_prints_every_figure_and_ends_with_one_json_object():
     # These are counted, not timed: they are the same on every machine.
     assert round(figures["statements_per_step"]) == 2
     assert round(figures["messages_per_step"]) == 1
+    assert figures["waiting_threads"] == 300
+    assert figures["waiting_messages"] == 0
+    assert figures["waiting_connections_delta"] == 0
+    assert figures["decisions_applied_once"] == figures["decisions_at_once"] == 100
     assert figures["targets"].keys() == {target.figure for target in TARGETS}
     for target in TARGETS:
         said = figures["targets"][target.figure]

@@ -250,7 +250,8 @@ def _prepared(runtime: Runtime, node_run: NodeRun, deadline: float) -> Attempt:
         run_id=thread.run_id,
         artifacts=runtime.large_values,
     )
-    book = WaitBook(codec, lambda: stored_waits.of_run(runtime.store, thread.id, node_run.step, run.id) if load else [])
+    earlier = functools.partial(stored_waits.of_run, runtime.store, thread.id, node_run.step, run.id)
+    book = WaitBook(codec, earlier if load else None)
     children = ChildBook(runtime, fence, place, journal, book, priority=thread.priority, load=load)
     failures = functools.cache(node_run.failures_before or (lambda: run.failures))
     transactions = TransactionBook(

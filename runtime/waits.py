@@ -146,10 +146,11 @@ def json_schema(schema: Any) -> str | None:
 class WaitBook:
     """The waits of one attempt of a node run: those its earlier attempts left, and those it asks for anew."""
 
-    def __init__(self, codec: Codec, load: Callable[[], list[WaitState]]) -> None:
+    def __init__(self, codec: Codec, load: Callable[[], list[WaitState]] | None) -> None:
+        """`load` looks up what earlier attempts have asked; None: there were none."""
         self._codec = codec
         self._load = load
-        self._found: dict[int, WaitState] | None = None
+        self._found: dict[int, WaitState] | None = {} if load is None else None
         self._occurrence = 0
         self._bound_asked: dict[bytes, int] = {}
         """By digest, the occurrences given to questions that this attempt was the first to ask."""
@@ -281,7 +282,7 @@ class WaitBook:
     def _loaded(self) -> dict[int, WaitState]:
         if self._found is None:
             with undisturbed():
-                self._found = {state.occurrence: state for state in self._load()}
+                self._found = {state.occurrence: state for state in (self._load() if self._load else ())}
         return self._found
 
     def _parked(self, waits: tuple[NewWait, ...]) -> Parked:

@@ -340,7 +340,10 @@ def _check_asked(found: ApprovalState, question: Any, principal: Principal | Non
     if principal is None or not question["to"] or principal.is_among(question["to"]):
         return
     asked = ", ".join(question["to"])
-    text = f"approval {found.id!r} asks {asked}: {principal.name} is none of them and has none of these roles"
+    text = (
+        f"approval {found.id!r} asks {asked}: {principal.name} is none of them and has none of these roles; "
+        "roles are what the signed command says: Client(…, roles=[…])"
+    )
     raise Forbidden(text)
 
 

@@ -280,7 +280,10 @@ def receive(body: bytes, *, size_max: int, keys: TrustedKeys | None = None, acce
     if "jwt" in value:
         return _signed(value, keys)
     if not accept_unsigned:
-        text = "it is not signed, and this deployment takes signed commands only (docs/messages.md)"
+        text = (
+            "it is not signed, and this deployment takes signed commands only: name a private key by "
+            "KEEPSTEP_SIGNING_KEY (keepstep new-key makes one)"
+        )
         raise Unauthenticated(text)
     return Received(_command(value))
 

@@ -114,7 +114,7 @@ class TrustedKeys:
             raise Unauthenticated(message) from None
         key = self._current().get(kid) if isinstance(kid, str) else None
         if key is None:
-            message = "$.jwt: no trusted key has its kid"
+            message = "$.jwt: no trusted key has its kid: add its public key to the file that trusted_keys names"
             raise Unauthenticated(message)
         return str(kid), key
 
@@ -204,7 +204,7 @@ def _names(path: str, kid: str, found: Mapping[str, Any], member: str) -> tuple[
 def _check_trusted(kid: str, key: _Key, command: Mapping[str, Any]) -> None:
     for member, allowed, value in (("tenant", key.tenants, "tenant"), ("verb", key.verbs, "verb")):
         if allowed is not None and command.get(value) not in allowed:
-            message = f"key {kid!r} is not trusted with this {member}"
+            message = f"key {kid!r} is not trusted with this {member}: its {member}s in trusted_keys say with which"
             raise Forbidden(message)
 
 

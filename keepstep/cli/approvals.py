@@ -85,11 +85,12 @@ def _print(session: Session, found: Approval, decisions: list[dict[str, Any]]) -
     output.line(head)
     expires = found.expires_at
     approved = [each["by"] for each in decisions if each["verdict"] == "approve"]
+    fitting = None if found.schema is None else f"must fit {shown(found.schema)}"
     facts = {
         "question": found.question,
         "arguments": None if found.arguments is None else shown(found.arguments),
         "context": None if found.context is None else shown(found.context),
-        "answer": None if found.schema is None else f"must fit {shown(found.schema)}",
+        "answer" if found.kind == "ask" else "edits": fitting,
         "for": ", ".join(found.to),
         "quorum": f"{len(approved)} of {found.quorum} have approved" if found.quorum > 1 else None,
         "expires": relative(expires.timestamp()) if expires is not None and found.status == "open" else None,
@@ -136,8 +137,11 @@ def _decided(decision: dict[str, Any]) -> str:
 
 def deciding(session: Session, found: Approval) -> list[str]:
     """Return the commands that decide an approval."""
-    verb = f"answer {found.id} VALUE" if found.kind == "ask" else f"approve {found.id}"
-    return [session.hint(verb), session.hint(f"reject {found.id}")]
+    if found.kind == "ask":
+        verbs = [f"answer {found.id} VALUE"]
+    else:
+        verbs = [f"approve {found.id}", *([f"approve {found.id} --arguments JSON"] if found.arguments else [])]
+    return [session.hint(verb) for verb in (*verbs, f"reject {found.id}")]
 
 
 @command(
@@ -154,7 +158,11 @@ def approve(
     approval: _Id,
     arguments: Annotated[
         str | None,
-        typer.Option("--arguments", metavar="JSON", help="What is approved, in place of what was asked; - reads it."),
+        typer.Option(
+            "--arguments",
+            metavar="JSON",
+            help="What is approved, in place of what was asked: all the arguments, edited; - reads it.",
+        ),
     ] = None,
     comment: _Comment = None,
     by: _By = None,

@@ -14,6 +14,7 @@ from typer.testing import CliRunner
 
 from keepstep import errors
 from keepstep.cli.program import app
+from keepstep.cli.relay import command_of
 from keepstep.signing import Signer
 from keepstep.tasks import messages
 from keepstep.tasks.tokens import TrustedKeys
@@ -156,7 +157,7 @@ def test_a_key_is_trusted_with_its_tenants_and_verbs_only(tmp_path):
     assert received(signer.signed(START, principal="shop"), keys(tmp_path)).command.tenant == "acme"
     with pytest.raises(errors.Forbidden, match="not trusted with this tenant"):
         received(signer.signed({**START, "tenant": "other"}, principal="shop"), keys(tmp_path))
-    with pytest.raises(errors.Forbidden, match="not trusted with this verb"):
+    with pytest.raises(errors.Forbidden, match="not trusted with this verb: its verbs in trusted_keys say"):
         received(signer.signed(DECIDE, principal="anna"), keys(tmp_path))
 
 
@@ -247,3 +248,10 @@ def test_a_key_is_never_written_over(tmp_path, pair):
     arguments = ["new-key", "shop", "--private", str(tmp_path / "b"), "--public", str(tmp_path / "trusted.jwks")]
     assert isinstance(CliRunner().invoke(app, arguments).exception, errors.Conflict)
     assert not (tmp_path / "b").exists()
+
+
+def test_what_a_refused_start_asked_for_is_told_of_a_signed_one_too(signer):
+    signed = signer.signed(START, principal="shop")
+    assert command_of(signed) == command_of(START) == START
+    for broken in ("", "a.b.c", "a.e30.c", "a.W10.c"):
+        assert command_of({"v": 1, "jwt": broken}) == {}

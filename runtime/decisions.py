@@ -164,7 +164,8 @@ def _check_asked(found: ApprovalState, asked: list[str], principal: Principal | 
     if principal is None or not asked or principal.is_among(asked):
         return
     text = (
-        f"approval {found.id!r} asks {', '.join(asked)}: {principal.name} is none of them and has none of these roles"
+        f"approval {found.id!r} asks {', '.join(asked)}: {principal.name} is none of them and has none of these roles; "
+        "roles are what the signed command says: Client(…, roles=[…]), or --role"
     )
     raise Forbidden(text)
 

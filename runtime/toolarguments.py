@@ -61,6 +61,12 @@ class Arguments:
         """The arguments' names, in the order of the function's parameters."""
         return tuple(self._arguments)
 
+    @property
+    def omitted(self) -> tuple[str, ...]:
+        """Those that a call may leave out."""
+        required = self.json_schema.get("required", ())
+        return tuple(name for name, each in self._arguments.items() if not each.is_required and name not in required)
+
     def checked(self, given: object) -> dict[str, Any]:
         """Return a call's arguments with the function's types, in one order whatever order they came in.
 
@@ -97,8 +103,10 @@ class Arguments:
         except ValidationError as error:
             problems += problems_of(error, "$")
             return values
-        parts = dict(fitted) if isinstance(fitted, Mapping) else {name: getattr(fitted, name) for name in values}
-        return {name: parts[name] for name in values}
+        parts = dict(fitted)  # a mapping, or a model's fields
+        known = ", ".join(self.json_schema.get("properties", ())) or "none"
+        problems += [f"$.{name}: unknown argument (known: {known})" for name in values if name not in parts]
+        return {name: parts[name] for name in values if name in parts}
 
 
 def parameters_of(tool: str, function: Callable[..., Any]) -> Mapping[str, inspect.Parameter]:

@@ -178,11 +178,19 @@ class Tool(Generic[P, R]):
         parameters = parameters_of(self.name, function)
         for name in parameters:
             if name not in own and name not in self.arguments.names:
-                message = f"tool {self.name!r}: its {kind} takes {name!r}, which is no argument of the tool"
+                message = (
+                    f"tool {self.name!r}: its {kind} takes {name!r}, which is no argument of the tool: what prepare "
+                    "makes is handed on in an argument of the tool's"
+                )
                 raise GraphError(message)
         for name in self.arguments.names:
             if name not in parameters:
                 message = f"tool {self.name!r}: its {kind} must take the tool's arguments, and {name!r} is missing"
+                raise GraphError(message)
+        # The others get what was prepared, and that may be whole.
+        for name in self.arguments.omitted if kind == "prepare" else ():
+            if parameters[name].default is inspect.Parameter.empty:
+                message = f"tool {self.name!r}: its {kind} needs a default of {name!r}, too: a call may leave it out"
                 raise GraphError(message)
 
     def _phase(self, function: Callable[..., Any], name: str, **options: Any) -> Phase:

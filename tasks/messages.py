@@ -302,7 +302,10 @@ def receive(body: bytes, *, size_max: int, keys: TrustedKeys | None = None, acce
     if "jwt" in value:
         return _signed(value, keys)
     if not accept_unsigned:
-        text = "it is not signed, and this deployment takes signed commands only (docs/messages.md)"
+        text = (
+            "it is not signed, and this deployment takes signed commands only: name a private key by "
+            "KEEPSTEP_SIGNING_KEY (keepstep new-key makes one)"
+        )
         raise Unauthenticated(text)
     return Received(_command(value))
 
@@ -453,9 +456,10 @@ nothing else: a JSON Web Token (RFC 7519, compact) whose claims are
 | `roles` | a list of names, or missing: the roles of `sub`, for questions that are put to roles |
 
 and whose header names the key (`kid`). `trusted_keys` is a JSON Web Key Set of public keys, each with `kid` and `alg`
-(EdDSA, ES256, ES384, RS256, PS256 or HS256), and where its trust is to be bounded `tenants` and `verbs` (lists). The
-algorithm is the key's, whatever a token says. `keepstep new-key` makes a pair. What is not signed, or not as the keys
-say, is refused as `unauthenticated` or `forbidden`; nothing is changed.
+(EdDSA, ES256, ES384, RS256, PS256 or HS256), and where its trust is to be bounded `tenants`, `verbs`, `principals` (who
+it may speak for) and `roles` (which it may give), each a list. The algorithm is the key's, whatever a token says.
+`keepstep new-key` makes a pair. What is not signed, or not as the keys say, is refused as `unauthenticated` or
+`forbidden`; nothing is changed.
 
 ## JSON
 

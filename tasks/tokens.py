@@ -1,8 +1,8 @@
 """Who sent a command: the check of its signature, and what its key may be used for.
 
-Keys are a JSON Web Key Set (RFC 7517) in a file, public ones, each with its `kid` and `alg`. Two members of our own
-bound what a key is trusted with: `tenants` and `verbs`. The file is read again when it has changed; one that became
-unreadable leaves the keys as they were.
+Keys are a JSON Web Key Set (RFC 7517) in a file, public ones, each with its `kid` and `alg`. Members of our own bound
+what a key is trusted with: `tenants`, `verbs`, `principals` and `roles`. The file is read again when it has changed;
+one that became unreadable leaves the keys as they were.
 """
 
 from __future__ import annotations
@@ -37,6 +37,8 @@ class _Key:
     algorithm: str
     tenants: tuple[str, ...] | None
     verbs: tuple[str, ...] | None
+    principals: tuple[str, ...] | None
+    roles: tuple[str, ...] | None
 
 
 class TrustedKeys:
@@ -103,8 +105,9 @@ class TrustedKeys:
         if command.get("id") != claims["jti"]:
             message = "$.jwt: jti is not the command's id"
             raise Unauthenticated(message)
-        _check_trusted(kid, key, command)
-        return _as(command, claims["sub"]), Principal(claims["sub"], _roles(claims.get("roles")), kid)
+        principal = Principal(str(claims["sub"]), _roles(claims.get("roles")), kid)
+        _check_trusted(kid, key, command, principal)
+        return _as(command, claims["sub"]), principal
 
     def _key_of(self, jwt: Any, token: str) -> tuple[str, _Key]:
         try:
@@ -114,7 +117,7 @@ class TrustedKeys:
             raise Unauthenticated(message) from None
         key = self._current().get(kid) if isinstance(kid, str) else None
         if key is None:
-            message = "$.jwt: no trusted key has its kid"
+            message = "$.jwt: no trusted key has its kid: add its public key to the file that trusted_keys names"
             raise Unauthenticated(message)
         return str(kid), key
 
@@ -188,7 +191,8 @@ def _key_of(path: str, kid: str, found: Mapping[str, Any]) -> _Key:
     if isinstance(key, bytes) and len(key) < _SECRET_BYTES_MIN:
         message = f"trusted_keys: {path}: key {kid!r} is a shared secret of less than {_SECRET_BYTES_MIN} bytes"
         raise InvalidSettings(message)
-    return _Key(key, algorithm, _names(path, kid, found, "tenants"), _names(path, kid, found, "verbs"))
+    bounds = (_names(path, kid, found, member) for member in ("tenants", "verbs", "principals", "roles"))
+    return _Key(key, algorithm, *bounds)
 
 
 def _names(path: str, kid: str, found: Mapping[str, Any], member: str) -> tuple[str, ...] | None:
@@ -201,10 +205,16 @@ def _names(path: str, kid: str, found: Mapping[str, Any], member: str) -> tuple[
     return tuple(value)
 
 
-def _check_trusted(kid: str, key: _Key, command: Mapping[str, Any]) -> None:
-    for member, allowed, value in (("tenant", key.tenants, "tenant"), ("verb", key.verbs, "verb")):
-        if allowed is not None and command.get(value) not in allowed:
-            message = f"key {kid!r} is not trusted with this {member}"
+def _check_trusted(kid: str, key: _Key, command: Mapping[str, Any], principal: Principal) -> None:
+    wanted = (
+        ("tenant", key.tenants, [command.get("tenant")]),
+        ("verb", key.verbs, [command.get("verb")]),
+        ("principal", key.principals, [principal.name]),
+        ("role", key.roles, principal.roles),
+    )
+    for member, allowed, named in wanted:
+        if allowed is not None and not set(named) <= set(allowed):
+            message = f"key {kid!r} is not trusted with this {member}: its {member}s in trusted_keys say with which"
             raise Forbidden(message)
 
 

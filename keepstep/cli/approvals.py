@@ -34,6 +34,10 @@ _Thread = Annotated[str | None, typer.Option("--thread", metavar="THREAD", help=
 _By = Annotated[
     str | None, typer.Option("--by", metavar="NAME", help="Who decides; without it the user of this machine.")
 ]
+_Roles = Annotated[
+    list[str] | None,
+    typer.Option("--role", metavar="NAME", help="A role of who decides, for signed commands; may be given again."),
+]
 _Comment = Annotated[str | None, typer.Option("--comment", metavar="TEXT", help="A remark; the graph gets it too.")]
 
 
@@ -90,11 +94,12 @@ def _print(session: Session, found: Approval, decisions: list[dict[str, Any]]) -
     output.line(head)
     expires = found.expires_at
     approved = [each["by"] for each in decisions if each["verdict"] == "approve"]
+    fitting = None if found.schema is None else f"must fit {shown(found.schema)}"
     facts = {
         "question": found.question,
         "arguments": None if found.arguments is None else shown(found.arguments),
         "context": None if found.context is None else shown(found.context),
-        "answer": None if found.schema is None or found.kind != "ask" else f"must fit {shown(found.schema)}",
+        "answer" if found.kind == "ask" else "edits": fitting,
         "choices": None if found.choices is None else ", ".join(json.dumps(each) for each in found.choices),
         "for": ", ".join(found.to),
         "quorum": f"{len(approved)} of {found.quorum} have approved" if found.quorum > 1 else None,
@@ -111,9 +116,9 @@ def _expiry(found: Approval, when: str) -> str:
 
 
 @contextmanager
-def _deciding(session: Session) -> Iterator[Client]:
+def _deciding(session: Session, roles: list[str] | None) -> Iterator[Client]:
     try:
-        with session.client() as client:
+        with session.client(roles=roles or ()) as client:
             yield client
     except NotFound as error:
         message = f"{error.message}: {session.hint('approvals')} lists those that are open"
@@ -152,8 +157,11 @@ def _decided(decision: dict[str, Any]) -> str:
 
 def deciding(session: Session, found: Approval) -> list[str]:
     """Return the commands that decide an approval."""
-    verb = f"answer {found.id} VALUE" if found.kind == "ask" else f"approve {found.id}"
-    return [session.hint(verb), session.hint(f"reject {found.id}")]
+    if found.kind == "ask":
+        verbs = [f"answer {found.id} VALUE"]
+    else:
+        verbs = [f"approve {found.id}", *([f"approve {found.id} --arguments JSON"] if found.arguments else [])]
+    return [session.hint(verb) for verb in (*verbs, f"reject {found.id}")]
 
 
 def _named(
@@ -170,10 +178,15 @@ def _named(
 
 
 def _each(
-    session: Session, ids: list[str], decide: Callable[[Client, str], Receipt], told: Callable[[str], str], **facts: Any
+    session: Session,
+    ids: list[str],
+    roles: list[str] | None,
+    decide: Callable[[Client, str], Receipt],
+    told: Callable[[str], str],
+    **facts: Any,
 ) -> None:
     """Decide one approval, or several: each is a decision of its own, and one that is refused stops none."""
-    with _deciding(session) as client:
+    with _deciding(session, roles) as client:
         if len(ids) == 1:
             report(session, decide(client, ids[0]), told(ids[0]), **facts)
             return
@@ -213,7 +226,11 @@ def approve(
     graph: GraphName = None,
     arguments: Annotated[
         str | None,
-        typer.Option("--arguments", metavar="JSON", help="What is approved, in place of what was asked; - reads it."),
+        typer.Option(
+            "--arguments",
+            metavar="JSON",
+            help="What is approved, in place of what was asked: all the arguments, edited; - reads it.",
+        ),
     ] = None,
     choice: Annotated[
         str | None,
@@ -223,6 +240,7 @@ def approve(
     ] = None,
     comment: _Comment = None,
     by: _By = None,
+    roles: _Roles = None,
 ) -> None:
     """Approve what was asked, or edited arguments in its place; several questions at once, if need be."""
     edited = None
@@ -236,6 +254,7 @@ def approve(
     _each(
         session,
         ids,
+        roles,
         lambda client, id_: client.approve(id_, by=who, arguments=edited, choice=chosen, comment=comment),
         lambda id_: f"approved {id_} as {who}{edits}",
         by=who,
@@ -259,6 +278,7 @@ def reject(
     graph: GraphName = None,
     comment: _Comment = None,
     by: _By = None,
+    roles: _Roles = None,
 ) -> None:
     """Reject what was asked. One rejection decides, whatever the quorum."""
     who = by or values.this_user()
@@ -266,6 +286,7 @@ def reject(
     _each(
         session,
         ids,
+        roles,
         lambda client, id_: client.reject(id_, by=who, comment=comment),
         lambda id_: f"rejected {id_} as {who}",
         by=who,
@@ -284,11 +305,12 @@ def request_changes(
     approval: _Id,
     comment: Annotated[str, typer.Argument(metavar="COMMENT", help="What to change; the graph gets it.")],
     by: _By = None,
+    roles: _Roles = None,
 ) -> None:
     """Neither approve nor reject: the graph gets the comment, and may ask again."""
     who = by or values.this_user()
     approval = _whole(session, approval)
-    with _deciding(session) as client:
+    with _deciding(session, roles) as client:
         receipt = client.request_changes(approval, comment, by=who)
         report(session, receipt, f"asked for changes of {approval} as {who}", by=who)
 
@@ -306,11 +328,12 @@ def delegate(
     to: Annotated[list[str], typer.Argument(metavar="NAME...", help="The people and roles that are asked instead.")],
     comment: _Comment = None,
     by: _By = None,
+    roles: _Roles = None,
 ) -> None:
     """Let others decide in your place. The question stays open."""
     who = by or values.this_user()
     approval = _whole(session, approval)
-    with _deciding(session) as client:
+    with _deciding(session, roles) as client:
         receipt = client.delegate(approval, to, by=who, comment=comment)
         report(session, receipt, f"{approval} asks {', '.join(to)} in the place of {who}", by=who, to=to)
 
@@ -333,6 +356,7 @@ def answer(
     text: Annotated[bool, typer.Option("--text", help="VALUE is a text even if it looks like JSON.")] = False,
     comment: _Comment = None,
     by: _By = None,
+    roles: _Roles = None,
 ) -> None:
     """Answer a question (`reject` refuses to answer)."""
     from keepstep.cli.output import short
@@ -340,7 +364,7 @@ def answer(
     said = read_value(value, "VALUE", text=text)
     who = by or values.this_user()
     approval = _whole(session, approval)
-    with _deciding(session) as client:
+    with _deciding(session, roles) as client:
         receipt = client.answer(approval, said, by=who, comment=comment)
         kind = "text" if isinstance(said, str) else "JSON"
         report(session, receipt, f"answered {approval} as {who} with the {kind} {short(said)}", by=who, answer=said)

@@ -43,6 +43,16 @@ def new_key(
         list[str] | None,
         typer.Option("--for-verb", metavar="VERB", help="Trust it with this verb only; may be given again."),
     ] = None,
+    principals: Annotated[
+        list[str] | None,
+        typer.Option(
+            "--for-principal", metavar="NAME", help="Trust it to speak for this name only; may be given again."
+        ),
+    ] = None,
+    roles: Annotated[
+        list[str] | None,
+        typer.Option("--for-role", metavar="NAME", help="Trust it to give this role only; may be given again."),
+    ] = None,
 ) -> None:
     """Make a pair of keys (Ed25519) for signed commands: the private one for a client, the public one for the workers.
 
@@ -63,7 +73,7 @@ def new_key(
         message = f"{public} has a key {kid!r} already: give each key an id of its own"
         raise Conflict(message)
     pair = _pair(kid)
-    bounds = {"tenants": tenants, "verbs": verbs}
+    bounds = {"tenants": tenants, "verbs": verbs, "principals": principals, "roles": roles}
     known["keys"].append({**_public(pair), **{name: value for name, value in bounds.items() if value}})
     _write_new(private, pair)
     _replace(public, known)

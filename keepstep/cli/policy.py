@@ -215,7 +215,7 @@ def _try_cases(session: Session, policies: Policies, path: Path) -> bool:
         return not failed
     rows = []
     for each in outcomes:
-        found = "; ".join(each.differences) or each.decision.reason
+        found = "; ".join((*each.differences, each.decision.reason))
         result = _result(passed=not each.differences)
         rows.append((result, f"{each.file}: {each.case.name}", _verdict(each.decision.verdict), found))
     session.output.table(("", "CASE", "VERDICT", "FOUND"), rows)

@@ -5,7 +5,7 @@ from __future__ import annotations
 import signal
 import threading
 from contextlib import contextmanager
-from typing import TYPE_CHECKING, Annotated
+from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 
@@ -104,9 +104,24 @@ def _list(session: Session, outboxes: list[Outbox]) -> None:
         return
     rows = []
     for shown, each in found:
-        error, body = json.loads(each.error), json.loads(each.body)
+        error, body = json.loads(each.error), command_of(json.loads(each.body))
         rows.append((each.id, f"{body.get('graph')}/{body.get('thread')}", error["code"], error["message"], shown))
     session.output.table(("ID", "THREAD", "CODE", "WHY", "OUTBOX"), rows)
+
+
+def command_of(message: dict[str, Any]) -> dict[str, Any]:
+    """Return the command that a message is, or carries when it is signed; for people, so nothing is verified."""
+    import base64
+    import json
+
+    if not isinstance(message.get("jwt"), str):
+        return message
+    try:
+        claims = message["jwt"].split(".")[1]
+        command = json.loads(base64.urlsafe_b64decode(claims + "=" * (-len(claims) % 4)))["command"]
+    except (ValueError, LookupError, TypeError):
+        return {}
+    return command if isinstance(command, dict) else {}
 
 
 def _run(session: Session, relays: list[Relay]) -> None:

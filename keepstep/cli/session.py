@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import shlex
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, replace
 from functools import cached_property
@@ -68,15 +68,15 @@ class Session:
     # --- sending ------------------------------------------------------------------------------------------------------
 
     @contextmanager
-    def client(self) -> Iterator[Client]:
-        """Give a client for the deployment's broker."""
+    def client(self, *, roles: Sequence[str] = ()) -> Iterator[Client]:
+        """Give a client for the deployment's broker. `roles` are those of who speaks, for commands that are signed."""
         from keepstep import places
         from keepstep.client import Client
 
         problem = places.broker_problem(self.settings.broker)
         if problem is not None:
             raise InvalidSettings(problem)
-        with Client(settings=self.settings, confirm=self.confirm, timeout=self.confirm_seconds) as client:
+        with Client(settings=self.settings, roles=roles, confirm=self.confirm, timeout=self.confirm_seconds) as client:
             try:
                 yield client
             except NotConfirmed as error:

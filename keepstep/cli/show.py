@@ -259,14 +259,24 @@ def _print_audit(session: Session, reader: Reader, found: Thread) -> None:
     audit = reader.audit(found.id)
     session.output.heading(f"Asked for ({len(audit)}, the last {min(len(audit), _RECENT)})")
     session.output.table(
-        ("WHAT", "BY", "AT"), [(_asked(each), each.actor, local(each.at) or "") for each in audit[-_RECENT:]]
+        ("WHAT", "BY", "AT"), [(asked_for(each), each.actor, local(each.at) or "") for each in audit[-_RECENT:]]
     )
 
 
-def _asked(found: AuditView) -> str:
+def asked_for(found: AuditView) -> str:
     """Return what was asked for, with what tells it apart from the next of its kind."""
     from keepstep.cli.records import error_of
 
     detail = error_of(found.detail) or {}
+    if "tool" in detail:
+        return _called(found.action, detail)
     more = detail.get("verdict") or detail.get("name") or ", ".join(detail.get("keys", ())) or detail.get("reason")
     return f"{found.action} ({more})" if more else found.action
+
+
+def _called(action: str, detail: dict[str, Any]) -> str:
+    """Return which tool a call was of, why it was made or not, and whose approval it ran on."""
+    by = detail.get("by")
+    approved = f"approved by {by}{', edited' if detail.get('edited') else ''}" if by and action == "call" else None
+    why = ", ".join(each for each in (detail.get("verdict"), detail.get("reason"), approved) if each)
+    return f"{action} {detail['tool']} ({why})" if why else f"{action} {detail['tool']}"

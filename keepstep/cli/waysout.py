@@ -11,7 +11,8 @@ _OF_CODES = {
     "step_limit": "{retry} --step-limit N",
     "child_failed": "what the child came to stands ({show}): once that is mended, give the thread another run",
     "worker_lost": "mend what takes its worker down, then {retry}",
-    "effect_unknown": "find out whether it happened, and say so: {effects} lists it with the commands",
+    "effect_unknown": "find out whether it happened, and say so: {effects} lists it with the commands; "
+    "a result that did not fit is given again: {resolve} KEY ({journal} shows the key)",
     "undo_failed": "mend what the undo meets, then {retry}; or undo it by hand, and say so: "
     "{resolve} KEY/undo --happened null ({journal} shows the key)",
     "undo_unavailable": "deploy code that declares the undo, then {retry}",

@@ -165,6 +165,7 @@ def decide(terminal: Terminal, asked: dict) -> None:
     """Answer all that the thread asks."""
     text = terminal.type("approvals")
     assert f"keepstep approve {asked['id']}" in text
+    assert f"keepstep approve {asked['id']} --arguments JSON" in text
     assert '{"amount": 12.50}' in text
     listed = terminal.type("threads")
     assert re.search(r"order-81 +refunds +waiting +2 .*waits for 1 decision", listed)

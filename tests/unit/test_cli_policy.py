@@ -220,7 +220,7 @@ def test_a_case_that_is_decided_otherwise_fails_and_says_how(folder, capsys):
     ]
     lines = said(capsys, "test", code=1).splitlines()
     assert lines[3].startswith("failed")
-    assert lines[3].endswith("; ".join(found["cases"][2]["differences"]))
+    assert lines[3].endswith("; ".join((*found["cases"][2]["differences"], found["cases"][2]["reason"])))
     assert lines[-1].startswith("3 of 4 as expected")
 
 

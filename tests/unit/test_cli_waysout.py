@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import re
 from pathlib import Path
 from types import SimpleNamespace
@@ -11,7 +12,7 @@ import pytest
 from keepstep.cli.output import clock
 from keepstep.cli.records import said
 from keepstep.cli.session import Session
-from keepstep.cli.show import waited_for
+from keepstep.cli.show import asked_for, waited_for
 from keepstep.cli.waysout import way_out
 
 OPERATING = Path(__file__).parents[2] / "docs" / "operating.md"
@@ -23,7 +24,10 @@ OPERATING = Path(__file__).parents[2] / "docs" / "operating.md"
         (
             "blocked",
             "effect_unknown",
-            "find out whether it happened, and say so: keepstep effects lists it with the commands",
+            (
+                "find out whether it happened, and say so: keepstep effects lists it with the commands; a result that "
+                "did not fit is given again: keepstep resolve KEY (keepstep effects T shows the key)"
+            ),
         ),
         (
             "blocked",
@@ -93,6 +97,26 @@ def test_hints_keep_the_options_that_were_given():
 )
 def test_of_a_cancelled_run_it_is_said_who_wanted_it(error, text):
     assert said(error) == text
+
+
+@pytest.mark.parametrize(
+    ("action", "detail", "text"),
+    [
+        ("call", {"tool": "pay", "reason": "permitted by small", "edited": False}, "call pay (permitted by small)"),
+        (
+            "call",
+            {"tool": "pay", "reason": "large asks for approval", "edited": True, "by": "anna"},
+            "call pay (large asks for approval, approved by anna, edited)",
+        ),
+        ("call_denied", {"tool": "pay", "reason": "forbidden by never"}, "call_denied pay (forbidden by never)"),
+        ("call_rejected", {"tool": "pay", "verdict": "reject", "by": "anna"}, "call_rejected pay (reject)"),
+        ("call", {"tool": "pay"}, "call pay"),
+        ("decide", {"verdict": "approve"}, "decide (approve)"),
+        ("start", None, "start"),
+    ],
+)
+def test_what_was_asked_for_names_the_tool_and_whose_approval_it_ran_on(action, detail, text):
+    assert asked_for(SimpleNamespace(action=action, detail=None if detail is None else json.dumps(detail))) == text
 
 
 def test_a_wait_told_once_names_a_time_that_stays_the_same():

@@ -14,6 +14,7 @@ from typer.testing import CliRunner
 
 from keepstep import errors
 from keepstep.cli.program import app
+from keepstep.cli.relay import command_of
 from keepstep.signing import Signer
 from keepstep.tasks import messages
 from keepstep.tasks.tokens import TrustedKeys
@@ -156,8 +157,19 @@ def test_a_key_is_trusted_with_its_tenants_and_verbs_only(tmp_path):
     assert received(signer.signed(START, principal="shop"), keys(tmp_path)).command.tenant == "acme"
     with pytest.raises(errors.Forbidden, match="not trusted with this tenant"):
         received(signer.signed({**START, "tenant": "other"}, principal="shop"), keys(tmp_path))
-    with pytest.raises(errors.Forbidden, match="not trusted with this verb"):
+    with pytest.raises(errors.Forbidden, match="not trusted with this verb: its verbs in trusted_keys say"):
         received(signer.signed(DECIDE, principal="anna"), keys(tmp_path))
+
+
+def test_a_key_speaks_for_its_principals_and_gives_its_roles_only(tmp_path):
+    bounded = new_key(tmp_path, "bounded", "--for-principal", "anna", "--for-role", "finance", "--for-role", "legal")
+    signer = Signer.load(str(bounded), audience="keepstep")
+    _, principal = received(signer.signed(DECIDE, principal="anna", roles=["finance"]), keys(tmp_path))
+    assert principal.roles == ("finance",)
+    with pytest.raises(errors.Forbidden, match="not trusted with this role"):
+        received(signer.signed(DECIDE, principal="anna", roles=["finance", "boss"]), keys(tmp_path))
+    with pytest.raises(errors.Forbidden, match="not trusted with this principal"):
+        received(signer.signed({**DECIDE, "by": "finance"}, principal="finance"), keys(tmp_path))
 
 
 def test_what_a_signed_command_says_is_checked_as_ever(tmp_path, signer):
@@ -247,3 +259,10 @@ def test_a_key_is_never_written_over(tmp_path, pair):
     arguments = ["new-key", "shop", "--private", str(tmp_path / "b"), "--public", str(tmp_path / "trusted.jwks")]
     assert isinstance(CliRunner().invoke(app, arguments).exception, errors.Conflict)
     assert not (tmp_path / "b").exists()
+
+
+def test_what_a_refused_start_asked_for_is_told_of_a_signed_one_too(signer):
+    signed = signer.signed(START, principal="shop")
+    assert command_of(signed) == command_of(START) == START
+    for broken in ("", "a.b.c", "a.e30.c", "a.W10.c"):
+        assert command_of({"v": 1, "jwt": broken}) == {}

@@ -258,6 +258,25 @@ def test_a_type_is_held_to():
     assert pay.arguments.checked({"amount": 1, "order": "x"}) == {"order": "x", "amount": 1}
 
 
+class Fields(BaseModel):
+    order: str
+
+
+class Keys(TypedDict):
+    order: str
+
+
+@pytest.mark.parametrize("schema", [Fields, Keys], ids=["model", "typeddict"])
+def test_a_parameter_that_the_schema_leaves_out_cannot_be_given(schema):
+    @tool(schema=schema)
+    def pay(order: str, hold: str = "") -> None:
+        """Pay."""
+
+    with pytest.raises(ToolArguments, match=r": \$\.hold: unknown argument \(known: order\)$"):
+        pay.arguments.checked({"order": "x", "hold": "h"})
+    assert pay.arguments.checked({"order": "x"}) == {"order": "x"}
+
+
 # --- what is refused ---
 
 
@@ -360,6 +379,24 @@ def with_another(order: str, hold: str) -> None:
 
 def with_result(order: str, result: str) -> None:
     """Take the result."""
+
+
+def test_a_handler_needs_the_defaults_of_its_tool():
+    @tool
+    def pay(order: str, hold: str = "") -> str:
+        return order + hold
+
+    with pytest.raises(GraphError) as refused:
+        pay.prepare(with_another)
+    assert refused.value.message == "tool 'pay': its prepare needs a default of 'hold', too: a call may leave it out"
+    assert pay.prepare_phase is None
+
+    @pay.prepare
+    def _(order: str, hold: str = "") -> dict[str, str]:
+        return {"order": order, "hold": hold or "h"}
+
+    pay.cancel(with_another)  # gets what was prepared
+    assert pay.cancel_phase is not None
 
 
 @pytest.mark.parametrize(

@@ -47,7 +47,7 @@ def test_only_the_word_of_who_is_asked_decides(signed):
             unsigned.approve(approval, by="boss")
         with pytest.raises(errors.Forbidden, match="not trusted with this verb"):
             starts.approve(approval, by="boss")
-        with pytest.raises(errors.Forbidden, match="asks finance, anna: eve is none of them"):
+        with pytest.raises(errors.Forbidden, match=r"asks finance, anna: eve is none of them .*roles=\[…\]"):
             eve.approve(approval, by="eve")
     assert deployment.query("SELECT status, version FROM keepstep_thread") == before
     assert opened(deployment) == approval

@@ -18,6 +18,7 @@ from keepstep.store.views import ThreadView
 
 WORKER, CHILD = "worker", "pool child"
 _LATER_SECONDS_MAX = 0.3
+_FIRST_WORK = 2
 
 
 @dataclass(frozen=True)
@@ -32,11 +33,15 @@ class Moment:
 def moments(seed: int, kills: int, work: int) -> list[Moment]:
     """Return the moments of a seed: workers and pool children in turn, spread over so much work outside."""
     rolled = random.Random(f"{seed}/kills")  # noqa: S311  seeded on purpose
-    amounts = sorted(rolled.sample(range(2, max(3 * work // 4, kills + 3)), kills))
+    width = max(1, (3 * work // 4 - _FIRST_WORK) // max(1, kills))
     first = rolled.randrange(2)
     return [
-        Moment(amount, rolled.random() * _LATER_SECONDS_MAX, (WORKER, CHILD)[(first + number) % 2])
-        for number, amount in enumerate(amounts)
+        Moment(
+            _FIRST_WORK + number * width + rolled.randrange(width),
+            rolled.random() * _LATER_SECONDS_MAX,
+            (WORKER, CHILD)[(first + number) % 2],
+        )
+        for number in range(kills)
     ]
 
 
@@ -86,7 +91,8 @@ class Killer:
         for held in [each for each in self._held if each.is_free(reader)]:
             self._held.remove(held)
             names = " and ".join(each.name for each in held.threads)
-            self._screen.say(f"{names}, which {held.victim} held, is free after {_since(held.killed_at):.1f} s")
+            seconds = time.monotonic() - held.killed_at
+            self._screen.say(f"free to go on, {seconds:.1f} s after {held.victim} was killed at it: {names}")
         if not self._planned:
             return
         moment = self._planned[0]
@@ -142,7 +148,3 @@ class Killer:
 
 def _holder(row: ThreadView) -> tuple[str | None, int | None]:
     return row.lease_worker, row.lease_child
-
-
-def _since(then: float) -> float:
-    return time.monotonic() - then

@@ -1,9 +1,10 @@
 """An agent that pays refunds: it reads the requests, pays each after whoever must be asked was asked, and reports.
 
-Each refund is a thread of its own: held at the bank, approved by people when it is over the limit, paid, and the
+Each refund is a thread of its own: held at the bank, approved by people when policies ask for it, paid, and the
 customer told. The batch is their parent and holds no worker while it waits for them.
 
     export PAYMENTS_BANK=http://127.0.0.1:8000 PAYMENTS_MAIL=127.0.0.1:8025 BANK_TOKEN=…
+    export KEEPSTEP_POLICIES=examples/payments/policies
     keepstep worker examples/payments/agent.py
     keepstep start refund-batch monday file=examples/payments/refunds.csv
 """
@@ -15,18 +16,16 @@ from decimal import Decimal
 from pathlib import Path
 from typing import Any, TypedDict
 
-from examples.payments import requests
+from examples.payments import money, outcomes, requests
 from examples.payments.banking import BankRefused
+from examples.payments.outcomes import Outcome
 from examples.payments.requests import RefundRequest, Requests
-from examples.payments.tools import Receipt, place_hold, release_hold, send_mail, send_payment
-from keepstep import END, START, Context, Graph, Retry, effect
+from examples.payments.tools import Receipt, notify, send_payment
+from keepstep import END, START, CallCancelled, CallDenied, CallRejected, Context, Graph, Retry, effect
 
-LIMIT = Decimal("500.00")
-"""Above it people are asked."""
-CALL_SECONDS = 6.0
-"""How long a node may take, and so how long a call may be under way."""
-PATIENT = Retry(attempts=30, delay=0.3, factor=1.5, delay_max=2, never=(BankRefused,))
-_SUBJECTS = {"paid": "Your refund is on its way", "rejected": "About your refund", "refused": "Your refund came back"}
+_NODE_SECONDS = 15.0
+_PATIENT = Retry(attempts=30, delay=0.3, factor=1.5, delay_max=2)
+_SUBJECTS = {"paid": "Your refund is on its way", "refused": "Your refund came back"}
 
 
 class Refund(TypedDict, total=False):
@@ -34,7 +33,7 @@ class Refund(TypedDict, total=False):
 
     request: RefundRequest
     status: str
-    """`paid`, `rejected` (by people) or `refused` (by the bank)."""
+    """`paid`, `denied` (by a policy), `rejected` or `expired` (by people), or `refused` (by the bank)."""
     receipt: Receipt | None
     reason: str
     mail: str
@@ -48,7 +47,9 @@ class Totals:
     requests: int
     repeated: int
     paid: int
+    denied: int
     rejected: int
+    expired: int
     refused: int
     failed: int
     amount: Decimal
@@ -66,53 +67,48 @@ class Batch(TypedDict, total=False):
     totals: Totals
 
 
-refund = Graph("refund", state=Refund)
+refund = Graph("refund", state=Refund, tools=[send_payment, notify])
 
 
-@refund.node(retry=PATIENT, timeout=CALL_SECONDS)
+@refund.node(retry=_PATIENT, timeout=_NODE_SECONDS)
 def pay(state: Refund, ctx: Context) -> dict[str, Any]:
-    """Hold the amount, ask people when it is over the limit, and pay."""
+    """Pay, or say why not."""
     request = state["request"]
+    wanted = {"refund": request.id, "account": request.account, "amount": request.amount}
     try:
-        hold = ctx.effect(place_hold, request.id, request.account, request.amount)
-    except BankRefused as refusal:
-        return {"status": "refused", "reason": str(refusal)}
-    amount = request.amount
-    if amount > LIMIT:
-        decision = ctx.approve(
-            f"Refund {request.id} over the limit of {LIMIT}: pay it?",
-            arguments={"amount": amount},
-            context={"refund": request.id, "customer": request.customer, "reason": request.reason},
-            to="finance",
-        )
-        if not decision.approved:
-            ctx.effect(release_hold, hold.hold)
-            return {"status": "rejected", "reason": decision.comment or ""}
-        amount = Decimal(decision.arguments["amount"])
-    try:
-        receipt = ctx.effect(send_payment, hold.hold, amount)
-    except BankRefused as refusal:
-        ctx.effect(release_hold, hold.hold)
-        return {"status": "refused", "reason": str(refusal)}
-    return {"status": "paid", "receipt": receipt}
+        return {"status": "paid", "receipt": ctx.call(send_payment, wanted)}
+    except CallDenied as denied:
+        return {"status": "denied", "reason": denied.reason}
+    except CallRejected as rejected:
+        status = "expired" if rejected.verdict == "expired" else "rejected"
+        return {"status": status, "reason": rejected.comment or ""}
+    except (BankRefused, CallCancelled) as refused:  # before anything was held, and after it
+        return {"status": "refused", "reason": str(refused)}
 
 
-@refund.node(retry=PATIENT, timeout=CALL_SECONDS)
-def notify(state: Refund, ctx: Context) -> dict[str, Any]:
+@refund.node(retry=_PATIENT, timeout=_NODE_SECONDS)
+def tell(state: Refund, ctx: Context) -> dict[str, Any]:
     """Tell the customer what became of the refund."""
     request, status, receipt = state["request"], state["status"], state.get("receipt")
     text = {
         "paid": f"we have refunded {receipt.amount if receipt else ''} for order {request.order}.",
+        "denied": f"the refund for order {request.order} needs a closer look. Somebody will write to you.",
         "rejected": f"we could not grant the refund for order {request.order}: {state.get('reason', '')}",
+        "expired": f"the refund for order {request.order} takes longer than usual. Somebody will write to you.",
         "refused": f"your bank did not take the refund for order {request.order}. Please write to us.",
     }[status]
-    letter = f"Dear {request.customer},\n\n{text}\n"
-    return {"mail": ctx.effect(send_mail, request.mail, request.id, _SUBJECTS[status], letter)}
+    letter = {
+        "recipient": request.mail,
+        "refund": request.id,
+        "subject": _SUBJECTS.get(status, "About your refund"),
+        "text": f"Dear {request.customer},\n\n{text}\n",
+    }
+    return {"mail": ctx.call(notify, letter)}
 
 
 refund.edge(START, "pay")
-refund.edge("pay", "notify")
-refund.edge("notify", END)
+refund.edge("pay", "tell")
+refund.edge("tell", END)
 
 
 batch = Graph("refund-batch", state=Batch)
@@ -147,21 +143,31 @@ def settle(state: Batch, ctx: Context) -> dict[str, Any]:
 
 @batch.node
 def report(state: Batch, ctx: Context) -> dict[str, Any]:
-    """Add up what came of it."""
+    """Write down what became of each refund, and add it up."""
     refunds = state["refunds"]
-    statuses = [each["status"] for each in refunds]
-    receipts = [receipt for each in refunds if (receipt := each.get("receipt")) is not None]
+    rows = [_outcome(each) for each in refunds] + [Outcome(each, "failed", 0) for each in state["failed"]]
+    # The rows are there once, wherever this is killed: they are committed together with the record that they are.
+    with ctx.transaction() as connection:
+        outcomes.add(connection, ctx.thread, rows)
+    statuses = [each.status for each in rows]
     totals = Totals(
         requests=len(state["found"].requests),
         repeated=len(state["found"].repeated),
         paid=statuses.count("paid"),
+        denied=statuses.count("denied"),
         rejected=statuses.count("rejected"),
+        expired=statuses.count("expired"),
         refused=statuses.count("refused"),
-        failed=len(state["failed"]),
-        amount=sum((receipt.amount for receipt in receipts), Decimal("0.00")),
+        failed=statuses.count("failed"),
+        amount=money.of_cents(sum(each.cents for each in rows)),
     )
     ctx.log.info("batch_reported", paid=totals.paid, amount=str(totals.amount))
     return {"totals": totals}
+
+
+def _outcome(refund: Refund) -> Outcome:
+    receipt = refund.get("receipt")
+    return Outcome(refund["request"].id, refund["status"], 0 if receipt is None else money.cents(receipt.amount))
 
 
 batch.edge(START, "read")

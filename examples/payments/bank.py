@@ -3,7 +3,7 @@
     python -m examples.payments.bank --ledger ledger.db --closed IT77-5001-0007 --lost 0.1 --seed 7
 
     POST /holds {"reference", "account", "amount"}   sets money aside, once for each Idempotency-Key
-    POST /holds/ID/capture {"amount"}                pays; not deduplicated: twice is twice
+    POST /holds/ID/capture {"account", "amount"}     pays; not deduplicated: twice is twice
     POST /holds/ID/release                           gives free; twice is once
     GET  /payments?key=KEY                           what was paid under an Idempotency-Key
 
@@ -109,27 +109,28 @@ class _Handler(BaseHTTPRequestHandler):
             self._answer(404, {"error": "no_such_endpoint"})
             return
         key = next(iter(parse_qs(url.query).get("key", [])), None)
-        self._serve("GET /payments", key, lambda: self._payments(key))
+        self._serve("GET /payments", key, None, lambda: self._payments(key))
 
     def do_POST(self) -> None:
         key = self.headers.get("Idempotency-Key")
         given = self._body()
+        reference = given["reference"] if isinstance(given.get("reference"), str) else None
         if self.path == "/holds":
-            self._serve("POST /holds", key, lambda: self._place(key, given))
+            self._serve("POST /holds", key, reference, lambda: self._place(key, given))
         elif found := _HOLD.fullmatch(self.path):
             number, verb = int(found[1]), found[2]
             act = {
                 "capture": lambda: self._capture(number, key, given),
                 "release": lambda: (200, _shown_hold(self.server.ledger.release(number))),
             }[verb]
-            self._serve(self.endpoints[verb], key, act)
+            self._serve(self.endpoints[verb], key, reference, act)
         else:
             self._answer(404, {"error": "no_such_endpoint"})
 
-    def _serve(self, endpoint: str, key: str | None, act: Any) -> None:
+    def _serve(self, endpoint: str, key: str | None, reference: str | None, act: Any) -> None:
         """Do what was asked, badly if that is this request's fate."""
         ledger = self.server.ledger
-        number = ledger.began(endpoint, key)
+        number = ledger.began(endpoint, key, reference)
         fault = self.server.faults.of(number)
         status = 0
         try:
@@ -166,7 +167,8 @@ class _Handler(BaseHTTPRequestHandler):
         return 201, _shown_hold(hold)
 
     def _capture(self, number: int, key: str | None, given: dict[str, Any]) -> tuple[int, dict[str, Any]]:
-        return 201, _shown_payment(self.server.ledger.capture(number, _required(key), _cents(given)))
+        account, cents = _text(given, "account"), _cents(given)
+        return 201, _shown_payment(self.server.ledger.capture(number, _required(key), cents, account=account))
 
     def _payments(self, key: str | None) -> tuple[int, dict[str, Any]]:
         return 200, {"payments": [_shown_payment(each) for each in self.server.ledger.payments(_required(key))]}
@@ -233,13 +235,14 @@ def main() -> int:
     parser.add_argument("--ledger", type=Path, required=True, help="the SQLite file")
     parser.add_argument("--port", type=int, default=0)
     parser.add_argument("--closed", action="append", default=[], metavar="ACCOUNT", help="an account that is closed")
+    parser.add_argument("--frozen", action="append", default=[], metavar="ACCOUNT", help="one that refuses payments")
     parser.add_argument("--seed", type=int, default=0, help="decides which requests go wrong")
     for name, what in (("lost", "answers lost after the booking"), ("busy", "429"), ("failing", "500")):
         parser.add_argument(f"--{name}", type=float, default=0.0, metavar="SHARE", help=f"share of {what}")
     parser.add_argument("--slow", type=float, default=0.0, metavar="SECONDS", help="the longest time of a request")
     chosen = parser.parse_args()
     faults = Faults(chosen.seed, chosen.lost, chosen.busy, chosen.failing, chosen.slow)
-    ledger = Ledger(chosen.ledger, closed=frozenset(chosen.closed))
+    ledger = Ledger(chosen.ledger, closed=frozenset(chosen.closed), frozen=frozenset(chosen.frozen))
     bank = Bank(ledger, token=os.environ["BANK_TOKEN"], faults=faults, port=chosen.port)
     # Shutting down waits for the loop, which is in this very thread.
     signal.signal(signal.SIGTERM, lambda *_: threading.Thread(target=bank.shutdown).start())

@@ -1,6 +1,7 @@
 """The way to the bank: one request, and what came of it told apart.
 
-A `BankError` says that nothing happened; `AnswerLost` says that it may have, and has Keepstep find out.
+A `BankError` says that nothing happened, and so does `RateLimited`, which also says when to come back.
+`AnswerLost` says that it may have happened, and has Keepstep find out.
 """
 
 from __future__ import annotations
@@ -11,7 +12,7 @@ from collections.abc import Mapping
 from typing import Any
 from urllib.parse import urlencode, urlsplit
 
-from keepstep import AnswerLost
+from keepstep import AnswerLost, RateLimited
 
 _HTTP_SECONDS = 3.0
 
@@ -28,20 +29,12 @@ class BankRefused(BankError):
         self.code = code
 
 
-class BankBusy(BankError):
-    """The bank has done nothing and asks to be left alone for a while."""
-
-    def __init__(self, retry_after_seconds: float) -> None:
-        super().__init__(f"the bank is busy for {retry_after_seconds:g} s")
-        self.retry_after_seconds = retry_after_seconds
-
-
 class BankFailed(BankError):
     """The bank could not be reached, or failed before it had booked anything: it promises that nothing happened."""
 
 
 def post(url: str, path: str, *, token: str, key: str, given: Mapping[str, str]) -> dict[str, Any]:
-    """Ask the bank to do something under an idempotency key; raise a `BankError`, or `AnswerLost`."""
+    """Ask the bank to do something under an idempotency key; raise a `BankError`, `RateLimited` or `AnswerLost`."""
     return _asked(url, "POST", path, {"Authorization": f"Bearer {token}", "Idempotency-Key": key}, json.dumps(given))
 
 
@@ -76,7 +69,8 @@ def _judged(response: http.client.HTTPResponse, answer: dict[str, Any]) -> dict[
     if response.status < 300:
         return answer
     if response.status == 429:
-        raise BankBusy(float(response.headers.get("Retry-After") or 1))
+        message = "the bank is busy, and has done nothing"
+        raise RateLimited(message, float(response.headers.get("Retry-After") or 1))
     if response.status == 500 and code == "not_booked":
         message = "the bank failed before it had booked anything"
         raise BankFailed(message)

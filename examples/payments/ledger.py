@@ -34,8 +34,8 @@ CREATE TABLE IF NOT EXISTS payment (
 );
 CREATE INDEX IF NOT EXISTS payment_key ON payment (key);
 CREATE TABLE IF NOT EXISTS request (
-    number INTEGER PRIMARY KEY, endpoint TEXT NOT NULL, key TEXT, fault TEXT NOT NULL, began_at REAL NOT NULL,
-    ended_at REAL, status INTEGER
+    number INTEGER PRIMARY KEY, endpoint TEXT NOT NULL, key TEXT, reference TEXT, fault TEXT NOT NULL,
+    began_at REAL NOT NULL, ended_at REAL, status INTEGER
 );
 """
 
@@ -83,6 +83,8 @@ class Request:
     number: int
     endpoint: str
     key: str | None
+    reference: str | None
+    """What the caller says it is about."""
     fault: str
     """What the bank did wrong: `none`, `lost`, `busy` or `failing`."""
     began_at: float
@@ -94,9 +96,20 @@ class Request:
 class Ledger:
     """The ledger in a SQLite file; may be shared by threads, and read by other processes."""
 
-    def __init__(self, path: Path, *, closed: frozenset[str] = frozenset(), balance_cents: int = 10_000_000) -> None:
-        """`closed`: accounts that take no money; `balance_cents`: what the payer has, in a new file."""
+    def __init__(
+        self,
+        path: Path,
+        *,
+        closed: frozenset[str] = frozenset(),
+        frozen: frozenset[str] = frozenset(),
+        balance_cents: int = 10_000_000,
+    ) -> None:
+        """`closed`, `frozen`: accounts that take no money, which shows before or after something was held for them.
+
+        `balance_cents`: what the payer has, in a new file.
+        """
         self._closed = closed
+        self._frozen = frozen
         self._lock = threading.Lock()
         self._connection = sqlite3.connect(path, check_same_thread=False, isolation_level=None, timeout=10)
         self._connection.execute("PRAGMA journal_mode = WAL")
@@ -125,10 +138,17 @@ class Ledger:
             placed = "INSERT INTO hold VALUES (NULL, ?, ?, ?, ?, 'open', ?) RETURNING *"
             return _known(execute(placed, (key, reference, account, cents, time.time())), Hold)
 
-    def capture(self, number: int, key: str, cents: int) -> Payment:
-        """Pay out of a hold, as often as somebody asks; what is left of the hold is free again."""
+    def capture(self, number: int, key: str, cents: int, *, account: str | None = None) -> Payment:
+        """Pay out of a hold, as often as somebody asks; what is left of the hold is free again.
+
+        `account`: whom the caller means to pay; another one than the hold's is refused.
+        """
         with self._transaction() as execute:
             hold = self._hold(execute, number)
+            if account not in (None, hold.account):
+                raise Refused(409, "other_account", f"hold {number} is for another account")
+            if hold.account in self._frozen:
+                raise Refused(422, "account_frozen", f"account {hold.account} is frozen")
             if hold.status == "released":
                 raise Refused(409, "hold_released", f"hold {number} was released")
             if cents > hold.cents:
@@ -171,12 +191,12 @@ class Ledger:
 
     # --- requests -----------------------------------------------------------------------------------------------------
 
-    def began(self, endpoint: str, key: str | None) -> int:
+    def began(self, endpoint: str, key: str | None, reference: str | None = None) -> int:
         """Count a request; return its number."""
         with self._transaction() as execute:
             row = execute(
-                "INSERT INTO request VALUES (NULL, ?, ?, 'none', ?, NULL, NULL) RETURNING number",
-                (endpoint, key, time.time()),
+                "INSERT INTO request VALUES (NULL, ?, ?, ?, 'none', ?, NULL, NULL) RETURNING number",
+                (endpoint, key, reference, time.time()),
             )
             return int(row.fetchone()[0])
 

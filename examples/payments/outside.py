@@ -15,7 +15,10 @@ from examples.payments.ledger import Ledger
 from examples.payments.mailbox import Mailbox
 
 CLOSED = "IT77-5001-0007"
-"""The account of a customer that is closed."""
+"""The account of a customer that is closed: nothing can be held for it."""
+FROZEN = "JO99-5001-0009"
+"""The account of a customer that is frozen: something can be held for it, and not paid."""
+POLICIES = ROOT / "examples" / "payments" / "policies"
 _STOP_SECONDS = 10.0
 
 
@@ -70,7 +73,7 @@ class Outside:
         inherited = {name: value for name, value in os.environ.items() if not name.startswith("KEEPSTEP_")}
         environment = {**inherited, "BANK_TOKEN": self.token}
         seed = ["--seed", str(self._seed)]
-        bank = ["--ledger", str(self.ledger_path), "--closed", CLOSED, *seed]
+        bank = ["--ledger", str(self.ledger_path), "--closed", CLOSED, "--frozen", FROZEN, *seed]
         bank += ["--lost", "0.12", "--busy", "0.08", "--failing", "0.08", "--slow", "0.6"]
         mail = ["--mailbox", str(self.mailbox_path), *seed, "--lost", "0.12", "--slow", "0.4"]
         try:
@@ -92,9 +95,10 @@ class Outside:
 
     @property
     def environment(self) -> dict[str, str]:
-        """What the agent must be told to reach them."""
+        """What the agent must be told to reach them, and what it may do there."""
         bank, mail = (server.address for server in self._servers)
-        return {"PAYMENTS_BANK": f"http://{bank}", "PAYMENTS_MAIL": mail, "BANK_TOKEN": self.token}
+        reach = {"PAYMENTS_BANK": f"http://{bank}", "PAYMENTS_MAIL": mail, "BANK_TOKEN": self.token}
+        return {**reach, "KEEPSTEP_POLICIES": str(POLICIES)}
 
     @property
     def pids(self) -> list[int]:

@@ -16,11 +16,10 @@ from typing import Any
 
 from examples.deployment import ShowFailed
 from examples.payments import money
-from examples.payments.agent import CALL_SECONDS
 from examples.payments.ledger import Ledger
 from examples.payments.mailbox import Mailbox
 from examples.payments.outside import Outside
-from examples.payments.tools import SETTLING_SECONDS, message_id
+from examples.payments.tools import CALL_SECONDS, SETTLING_SECONDS, message_id
 from keepstep import Client, Reader
 from keepstep.errors import Conflict, NotConfirmed
 from keepstep.runtime.reader import Approval, Thread
@@ -28,6 +27,9 @@ from keepstep.settings import Settings
 from keepstep.store.views import EffectView
 
 APPROVER, OPERATOR = "dana@finance", "olga@operations"
+_ROLE = "finance"
+"""The approver's. Nobody here is of the board."""
+_MASKED = "(masked)"
 _LOOK_SECONDS = 0.1
 _CONFIRM_SECONDS = 20.0
 
@@ -46,7 +48,7 @@ VERDICTS = {
     "R-1005": Verdict("reject", comment="The parcel was signed for."),
     "R-1008": Verdict("approve", Decimal("900.00"), "Less the postage."),
 }
-"""Everything else is approved as it is."""
+"""Everything else that finance is asked is approved as it is."""
 
 
 def verdict_on(refund: str) -> Verdict:
@@ -67,6 +69,8 @@ class People(threading.Thread):
         self.resolved: list[str] = []
         """Effects of which the operator has said what became of them, and what."""
         self.retried = 0
+        self.accounts_shown: set[str] = set()
+        """The questions that showed an account."""
 
     def go_home(self) -> None:
         """Let them finish what they are at; raise what went wrong with them."""
@@ -107,11 +111,14 @@ class People(threading.Thread):
         return True
 
     def _decide(self, client: Client, approval: Approval) -> None:
-        refund = approval.context["refund"]
+        if approval.arguments["account"] != _MASKED:
+            self.accounts_shown.add(approval.id)
+        if _ROLE not in approval.to:
+            return
+        refund, asked = approval.arguments["refund"], approval.arguments["amount"]["v"]
         said = verdict_on(refund)
-        edited = None if said.amount is None else {"amount": str(said.amount)}
+        edited = None if said.amount is None else {**approval.arguments, "amount": str(said.amount)}
         client.decide(approval.id, said.verdict, by=APPROVER, arguments=edited, comment=said.comment)  # type: ignore[arg-type]
-        asked = approval.arguments["amount"]["v"]
         as_what = f", {said.amount} in place of {asked}" if said.amount is not None else f" ({asked})"
         self._say(f"{APPROVER} says {said.verdict} to {refund}{as_what}")
 

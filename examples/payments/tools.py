@@ -1,8 +1,11 @@
-"""What the agent can do outside: hold, pay and release at the bank, and write a mail.
+"""What the agent can do outside: pay a refund, and write to a customer.
 
-They are of three kinds. Placing a hold and releasing it may be asked for twice: the bank does it once. A payment may
-not: asked twice, it pays twice; but the bank can be asked what it has paid under a key. A mail may not either, and
-nobody can be asked: when it is not known whether one was sent, a person has to look.
+They are of two kinds. A payment comes in two phases: the amount is held at the bank first, which may be asked for twice
+and happens once, and what is held is paid when whoever must approve it has, or released. The paying itself may not be
+asked for twice, for the bank would pay twice; but the bank can be asked what it has paid under a key. A mail may not
+either, and nobody can be asked: when it is not known whether one was sent, a person has to look.
+
+What may be paid to whom, and who must approve it, stands in policies/payments.cedar.
 """
 
 from __future__ import annotations
@@ -17,25 +20,21 @@ from email.message import EmailMessage
 from typing import Any
 
 from examples.payments import banking
-from keepstep import NOT_DONE, effect
+from examples.payments.banking import BankRefused
+from keepstep import NOT_DONE, Retry, tool
 
 SENDER = "refunds@shop.example"
+CALL_SECONDS = 4.0
+"""How long a call may be under way."""
 SETTLING_SECONDS = 1.0
 """The bank has booked what it was asked to book this long after the asking at the latest."""
+_INSISTENT = Retry(attempts=10, delay=0.2, factor=1.5, delay_max=1, never=(BankRefused,))
 _SMTP_SECONDS = 3.0
 _TAKEN_IN = 250
 
 
 class MailRefused(Exception):
     """The mail server has not taken the mail."""
-
-
-@dataclass(frozen=True)
-class Hold:
-    """Money that the bank has set aside."""
-
-    hold: str
-    amount: Decimal
 
 
 @dataclass(frozen=True)
@@ -47,44 +46,95 @@ class Receipt:
     amount: Decimal
 
 
-@effect(idempotent=True)
-def place_hold(order: str, account: str, amount: Decimal, *, idempotency_key: str) -> Hold:
-    """Have the bank set the amount aside; it does so once for each key."""
-    given = {"reference": order, "account": account, "amount": str(amount)}
-    answer = banking.post(_bank(), "/holds", token=_token(), key=idempotency_key, given=given)
-    return Hold(answer["hold"], Decimal(answer["amount"]))
+# --- payments ---------------------------------------------------------------------------------------------------------
 
 
-@effect(idempotent=True)
-def release_hold(hold: str, *, idempotency_key: str) -> str:
-    """Have the bank give a hold free; released twice is released once."""
-    answer = banking.post(_bank(), f"/holds/{hold}/release", token=_token(), key=idempotency_key, given={})
-    return str(answer["status"])
-
-
-def find_payment(hold: str, amount: Decimal, *, idempotency_key: str) -> Any:  # noqa: ARG001  those of the payment
+def find_payment(
+    refund: str,  # noqa: ARG001  as of the next two: a lookup is called as the payment was
+    account: str,  # noqa: ARG001
+    amount: Decimal,  # noqa: ARG001
+    hold: str | None = None,  # noqa: ARG001
+    *,
+    token: str,
+    idempotency_key: str,
+) -> Any:
     """Ask the bank what it has paid under a key."""
-    paid = banking.get(_bank(), "/payments", token=_token(), query={"key": idempotency_key})["payments"]
+    paid = banking.get(_bank(), "/payments", token=token, query={"key": idempotency_key})["payments"]
     return _receipt(paid[0]) if paid else NOT_DONE
 
 
-@effect(lookup=find_payment, settling=SETTLING_SECONDS)
-def send_payment(hold: str, amount: Decimal, *, idempotency_key: str) -> Receipt:
-    """Have the bank pay out of a hold. The bank pays as often as it is asked."""
-    given = {"amount": str(amount)}
-    return _receipt(banking.post(_bank(), f"/holds/{hold}/capture", token=_token(), key=idempotency_key, given=given))
+@tool(
+    version="1",
+    risk="high",
+    scopes=("payments",),
+    lookup=find_payment,
+    settling=SETTLING_SECONDS,
+    timeout=CALL_SECONDS,
+    rate="20/s",
+    retry=_INSISTENT,
+    secrets={"token": "env:BANK_TOKEN"},
+)
+def send_payment(
+    refund: str, account: str, amount: Decimal, hold: str | None = None, *, token: str, idempotency_key: str
+) -> Receipt:
+    """Pay a refund. The hold is the bank's: leave it out."""
+    # The bank pays as often as it is asked.
+    given = {"reference": refund, "account": account, "amount": str(amount)}
+    return _receipt(banking.post(_bank(), f"/holds/{hold}/capture", token=token, key=idempotency_key, given=given))
 
 
-@effect
-def send_mail(to: str, reference: str, subject: str, text: str, *, idempotency_key: str) -> str:
-    """Write to somebody; return the mail's Message-ID, which is made of the key, so that two would be told apart."""
+@send_payment.prepare(idempotent=True)
+def place_hold(
+    refund: str,
+    account: str,
+    amount: Decimal,
+    hold: str | None = None,  # noqa: ARG001  the bank says which it is
+    *,
+    token: str,
+    idempotency_key: str,
+) -> dict[str, Any]:
+    """Have the bank set the amount aside; it does so once for each key."""
+    given = {"reference": refund, "account": account, "amount": str(amount)}
+    answer = banking.post(_bank(), "/holds", token=token, key=idempotency_key, given=given)
+    return {"refund": refund, "account": account, "amount": Decimal(answer["amount"]), "hold": answer["hold"]}
+
+
+@send_payment.cancel(idempotent=True)
+def release_hold(
+    refund: str,
+    account: str,  # noqa: ARG001  the hold is enough; as of the next
+    amount: Decimal,  # noqa: ARG001
+    hold: str | None = None,
+    *,
+    token: str,
+    idempotency_key: str,
+) -> None:
+    """Have the bank give the hold free; released twice is released once."""
+    banking.post(_bank(), f"/holds/{hold}/release", token=token, key=idempotency_key, given={"reference": refund})
+
+
+def _receipt(paid: dict[str, Any]) -> Receipt:
+    return Receipt(paid["payment"], paid["hold"], Decimal(paid["amount"]))
+
+
+def _bank() -> str:
+    return os.environ["PAYMENTS_BANK"]
+
+
+# --- mails ------------------------------------------------------------------------------------------------------------
+
+
+@tool(version="1", risk="medium", scopes=("mail",), timeout=CALL_SECONDS, retry=_INSISTENT)
+def notify(recipient: str, refund: str, subject: str, text: str, *, idempotency_key: str) -> str:
+    """Write to a customer about a refund."""
+    # The Message-ID is made of the key, so that two mails would be told apart.
     mail = EmailMessage()
-    mail["From"], mail["To"], mail["Subject"] = SENDER, to, subject
+    mail["From"], mail["To"], mail["Subject"] = SENDER, recipient, subject
     mail["Message-ID"] = message_id(idempotency_key)
-    mail["X-Refund"] = reference
+    mail["X-Refund"] = refund
     mail.set_content(text)
     host, _, port = os.environ["PAYMENTS_MAIL"].partition(":")
-    with closing(_introduced(host, int(port), to)) as server:
+    with closing(_introduced(host, int(port), recipient)) as server:
         try:
             # When this breaks off the mail may have been taken in: the error says so, and Keepstep knows it.
             code, answer = server.data(mail.as_bytes())
@@ -113,15 +163,3 @@ def _introduced(host: str, port: int, to: str) -> smtplib.SMTP:
 def message_id(key: str) -> str:
     """Return the Message-ID of the mail with an idempotency key."""
     return f"<{hashlib.sha256(key.encode()).hexdigest()[:32]}@shop.example>"
-
-
-def _receipt(paid: dict[str, Any]) -> Receipt:
-    return Receipt(paid["payment"], paid["hold"], Decimal(paid["amount"]))
-
-
-def _bank() -> str:
-    return os.environ["PAYMENTS_BANK"]
-
-
-def _token() -> str:
-    return os.environ["BANK_TOKEN"]

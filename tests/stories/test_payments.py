@@ -5,31 +5,34 @@ from __future__ import annotations
 import asyncio
 import os
 import re
+import shlex
 import signal
 import subprocess
 import sys
 import threading
 import time
+from collections import Counter
 from decimal import Decimal
 from pathlib import Path
 
 import psutil
 import pytest
 
-from examples.payments import agent, mail, proof, requests
+from examples.payments import agent, mail, proof, requests, tools
 from examples.payments.agent import Totals, batch
 from examples.payments.bank import Bank, Fault, Faults
 from examples.payments.ledger import Ledger
 from examples.payments.mailbox import Mailbox
-from examples.payments.outside import CLOSED
+from examples.payments.outside import CLOSED, FROZEN, POLICIES
 from examples.payments.people import verdict_on
 from examples.payments.proof import Records
 from examples.payments.tools import find_payment
-from keepstep import effect
+from keepstep import tool
+from keepstep.cli.program import run as keepstep
 
 ROOT = Path(__file__).parents[2]
 FILE = ROOT / "examples" / "payments" / "refunds.csv"
-LINES = 10
+LINES = 12
 
 
 # --- the agent --------------------------------------------------------------------------------------------------------
@@ -39,7 +42,7 @@ class World:
     """A bank and a mail server in threads of this process."""
 
     def __init__(self, folder):
-        self.ledger = Ledger(folder / "bank.db", closed=frozenset({CLOSED}))
+        self.ledger = Ledger(folder / "bank.db", closed=frozenset({CLOSED}), frozen=frozenset({FROZEN}))
         self.bank = Bank(self.ledger, token="a-token-of-the-bank", faults=Faults())
         self._banking = threading.Thread(target=self.bank.serve_forever, kwargs={"poll_interval": 0.01})
         self._loop = asyncio.new_event_loop()
@@ -78,13 +81,17 @@ def world(tmp_path, monkeypatch):
     monkeypatch.setenv("PAYMENTS_BANK", f"http://127.0.0.1:{made.bank.port}")
     monkeypatch.setenv("PAYMENTS_MAIL", f"127.0.0.1:{made.mail_port}")
     monkeypatch.setenv("BANK_TOKEN", made.bank.token)
+    monkeypatch.setenv("KEEPSTEP_POLICIES", str(POLICIES))
     yield made
     made.close()
 
 
 def decide(approval):
-    said = verdict_on(approval.context["refund"])
-    arguments = {} if said.amount is None else {"arguments": {"amount": str(said.amount)}}
+    if approval.to != ["finance"]:
+        return None
+    assert (approval.arguments["account"], approval.arguments["hold"]) == ("(masked)", "(masked)")
+    said = verdict_on(approval.arguments["refund"])
+    arguments = {} if said.amount is None else {"arguments": {**approval.arguments, "amount": str(said.amount)}}
     return {"verdict": said.verdict, "by": "dana", "comment": said.comment, **arguments}
 
 
@@ -97,16 +104,39 @@ def wrong(world):
     return {row.expected.request.id for row in rows if not row.is_right}
 
 
+def test_the_policies_decide_as_their_cases_say():
+    assert keepstep(shlex.split(f"policy test {POLICIES}")) == 0
+
+
 def test_each_refund_comes_to_what_it_must(world):
     totals = run()["totals"]
 
-    assert totals == Totals(requests=9, repeated=1, paid=7, rejected=1, refused=1, failed=0, amount=Decimal("2429.75"))
+    assert totals == Totals(
+        requests=11,
+        repeated=1,
+        paid=5,
+        denied=2,
+        rejected=1,
+        expired=1,
+        refused=2,
+        failed=0,
+        amount=Decimal("2320.75"),
+    )
     assert wrong(world) == set()
     records = world.records()
-    assert sum(each.cents for each in records.payments) == 242_975
+    assert sum(each.cents for each in records.payments) == 232_075
+    assert {each.reference for each in records.requests}.isdisjoint({"R-1004", "R-1011"})  # denied
     assert [each.text for each in records.mails if each.reference == "R-1005"] == [
         "Dear Ines Moreau,\n\nwe could not grant the refund for order 81-2063: The parcel was signed for."
     ]
+
+
+def test_what_the_approver_makes_of_a_payment_is_what_is_paid(world):
+    run()
+
+    [hold] = [each for each in world.ledger.holds() if each.reference == "R-1008"]
+    [paid] = [each for each in world.ledger.payments() if each.reference == "R-1008"]
+    assert (hold.cents, paid.cents, paid.hold) == (98_000, 90_000, hold.number)
 
 
 def lose_captures(world, monkeypatch, times):
@@ -125,26 +155,45 @@ def lose_captures(world, monkeypatch, times):
 def test_a_payment_whose_answer_is_lost_is_found_at_the_bank_and_not_made_again(world, monkeypatch):
     lose_captures(world, monkeypatch, 3)
 
-    assert run()["totals"].amount == Decimal("2429.75")
+    assert run()["totals"].amount == Decimal("2320.75")
 
     assert wrong(world) == set()
     asked = [each.endpoint for each in world.records().requests]
-    assert (asked.count("POST /holds/ID/capture"), asked.count("GET /payments")) == (7, 3)
+    assert (asked.count("POST /holds/ID/capture"), asked.count("GET /payments")) == (6, 3)  # one is refused
+
+
+def declared(**options):
+    """Return the payment tool anew, with other declarations."""
+    honest = tools.send_payment
+
+    def send_payment(
+        refund: str, account: str, amount: Decimal, hold: str | None = None, *, token: str, idempotency_key: str
+    ):
+        return honest(refund, account, amount, hold, token=token, idempotency_key=idempotency_key)
+
+    made = tool(retry=honest.retry, secrets=dict(honest.secrets), **options)(send_payment)
+    made.prepare(idempotent=True)(tools.place_hold)
+    return made
 
 
 def test_the_ledger_convicts_a_tool_that_calls_itself_safe_to_repeat_and_is_not(world, monkeypatch):
-    honest = agent.send_payment
-
-    def send_payment(hold: str, amount: Decimal, *, idempotency_key: str):
-        return honest(hold, amount, idempotency_key=idempotency_key)
-
-    monkeypatch.setattr(agent, "send_payment", effect(idempotent=True)(send_payment))
+    monkeypatch.setattr(agent, "send_payment", declared(idempotent=True))
     lose_captures(world, monkeypatch, 1)
 
     run()
 
-    [twice] = wrong(world)
-    assert [each.reference for each in world.records().payments].count(twice) == 2
+    paid = Counter(each.reference for each in world.records().payments)
+    assert sorted(paid.values()) == [1, 1, 1, 1, 2]
+    assert {refund for refund, times in paid.items() if times > 1} < wrong(world)
+
+
+def test_the_ledger_convicts_a_tool_that_does_not_cancel_what_it_has_prepared(world, monkeypatch):
+    monkeypatch.setattr(agent, "send_payment", declared(lookup=tools.find_payment))
+
+    run()
+
+    assert wrong(world) == {"R-1005", "R-1009", "R-1010"}  # rejected, refused, expired
+    assert {each.reference for each in world.ledger.holds() if each.status == "open"} == wrong(world)
 
 
 def test_a_bank_is_asked_under_the_key_of_the_payment(world):
@@ -152,7 +201,7 @@ def test_a_bank_is_asked_under_the_key_of_the_payment(world):
     world.ledger.capture(hold.number, "another", 100)
     paid = world.ledger.capture(hold.number, "k-pay", 100)
 
-    found = find_payment("1", Decimal("1.00"), idempotency_key="k-pay")
+    found = find_payment("R-1", "DE11", Decimal("1.00"), "1", token=world.bank.token, idempotency_key="k-pay")
 
     assert (found.payment, found.hold, found.amount) == (str(paid.number), "1", Decimal("1.00"))
 
@@ -176,21 +225,23 @@ def ledger_of(output):
 
 @pytest.mark.kill
 @pytest.mark.slow
-def test_a_show_with_a_kill_ends_with_each_refund_paid_once():
-    running = show("--seed", "3", "--kills", "1", "--lines", "8")
+def test_a_show_with_a_kill_of_each_kind_ends_with_each_refund_paid_once():
+    running = show("--seed", "3", "--kills", "2", "--lines", "9")
     output, _ = running.communicate(timeout=100)
 
     assert running.returncode == 0, output
     assert "SIGKILL to worker" in output
+    assert "SIGKILL to pool child" in output
     paid = [(each.reference, each.cents) for each in ledger_of(output).payments()]
     assert sorted(paid) == [
         ("R-1001", 3_990),
         ("R-1002", 125_000),
         ("R-1003", 1_850),
-        ("R-1004", 6_400),
         ("R-1006", 11_235),
+        ("R-1008", 90_000),
     ]
-    assert output.splitlines()[-1].startswith("5 refunds paid once each, 1,484.75 in all")
+    assert "Denied by a policy, and the agent went on: R-1004 (forbidden by maximum)." in output
+    assert output.splitlines()[-1].startswith("5 refunds paid once each, 2,320.75 in all")
 
 
 @pytest.mark.kill

@@ -10,17 +10,18 @@ import pytest
 
 from examples.payments import banking, money
 from examples.payments.bank import Bank, Fault, Faults
-from examples.payments.banking import BankBusy, BankFailed, BankRefused
+from examples.payments.banking import BankFailed, BankRefused
 from examples.payments.ledger import Ledger, Refused
-from keepstep import AnswerLost
+from keepstep import AnswerLost, RateLimited
 
 TOKEN = "a-token-of-the-bank"
 HOLD = {"reference": "R-1", "account": "DE11", "amount": "120.00"}
+PAYMENT = HOLD
 
 
 @pytest.fixture
 def ledger(tmp_path):
-    opened = Ledger(tmp_path / "bank.db", closed=frozenset({"IT77"}), balance_cents=50_000)
+    opened = Ledger(tmp_path / "bank.db", closed=frozenset({"IT77"}), frozen=frozenset({"JO99"}), balance_cents=50_000)
     yield opened
     opened.close()
 
@@ -110,6 +111,22 @@ def test_nothing_is_held_for_a_closed_account_nor_beyond_what_there_is(ledger):
     assert [each.cents for each in ledger.holds()] == [30_000]
 
 
+def test_a_frozen_account_shows_only_when_it_is_to_be_paid(ledger):
+    hold = place(ledger, account="JO99")
+
+    assert refused(lambda: ledger.capture(hold.number, "k-pay", 12_000)) == (422, "account_frozen")
+    assert (ledger.payments(), [each.status for each in ledger.holds()]) == ([], ["open"])
+    assert ledger.release(hold.number).status == "released"
+
+
+def test_a_hold_pays_the_account_it_is_for_and_no_other(ledger):
+    hold = place(ledger)
+
+    assert refused(lambda: ledger.capture(hold.number, "k-pay", 12_000, account="DE12")) == (409, "other_account")
+    assert ledger.payments() == []
+    assert ledger.capture(hold.number, "k-pay", 12_000, account="DE11").account == "DE11"
+
+
 def test_a_hold_that_there_is_not(ledger):
     assert refused(lambda: ledger.capture(7, "k-pay", 1)) == (404, "no_such_hold")
     assert refused(lambda: ledger.release(7)) == (404, "no_such_hold")
@@ -176,17 +193,17 @@ def test_a_payment_from_hold_to_ledger(ledger):
         assert hold == {"hold": "1", "account": "DE11", "amount": "120.00", "status": "open"}
         assert post(url, "/holds", given=HOLD) == hold
         assert paid_under(url, "k-pay") == []
-        paid = post(url, "/holds/1/capture", "k-pay", {"amount": "120.00"})
+        paid = post(url, "/holds/1/capture", "k-pay", PAYMENT)
         assert paid == {"payment": "1", "hold": "1", "amount": "120.00"}
         assert paid_under(url, "k-pay") == [paid]
 
-    told = [(each.endpoint, each.key, each.status) for each in ledger.requests()]
+    told = [(each.endpoint, each.key, each.reference, each.status) for each in ledger.requests()]
     assert told == [
-        ("POST /holds", "k1", 201),
-        ("POST /holds", "k1", 201),
-        ("GET /payments", "k-pay", 200),
-        ("POST /holds/ID/capture", "k-pay", 201),
-        ("GET /payments", "k-pay", 200),
+        ("POST /holds", "k1", "R-1", 201),
+        ("POST /holds", "k1", "R-1", 201),
+        ("GET /payments", "k-pay", None, 200),
+        ("POST /holds/ID/capture", "k-pay", "R-1", 201),
+        ("GET /payments", "k-pay", None, 200),
     ]
 
 
@@ -194,7 +211,7 @@ def test_an_answer_that_is_lost_was_booked(ledger):
     with serving(ledger, "none", "lost") as url:
         post(url, "/holds", given=HOLD)
         with pytest.raises(AnswerLost):
-            post(url, "/holds/1/capture", "k-pay", {"amount": "120.00"})
+            post(url, "/holds/1/capture", "k-pay", PAYMENT)
         assert len(paid_under(url, "k-pay")) == 1
 
     assert [(each.fault, each.status) for each in ledger.requests()] == [("none", 201), ("lost", 201), ("none", 200)]
@@ -203,12 +220,12 @@ def test_an_answer_that_is_lost_was_booked(ledger):
 def test_a_bank_that_is_busy_or_fails_has_booked_nothing(ledger):
     with serving(ledger, "none", "busy", "failing") as url:
         post(url, "/holds", given=HOLD)
-        with pytest.raises(BankBusy) as busy:
-            post(url, "/holds/1/capture", "k-pay", {"amount": "120.00"})
+        with pytest.raises(RateLimited) as busy:
+            post(url, "/holds/1/capture", "k-pay", PAYMENT)
         with pytest.raises(BankFailed):
-            post(url, "/holds/1/capture", "k-pay", {"amount": "120.00"})
+            post(url, "/holds/1/capture", "k-pay", PAYMENT)
 
-    assert busy.value.retry_after_seconds == 1.0
+    assert busy.value.retry_after == 1.0
     assert ledger.payments() == []
     assert [each.status for each in ledger.requests()] == [201, 429, 500]
 
@@ -229,6 +246,7 @@ def test_a_bank_that_is_not_there_has_done_nothing(ledger):
         ("/holds", "k1", {"reference": "R-1", "amount": "1.00"}, TOKEN, "invalid"),
         ("/holds", "k1", {**HOLD, "account": "IT77"}, TOKEN, "account_closed"),
         ("/holds", "k1", HOLD, "another", "not_allowed"),
+        ("/holds/1/capture", "k1", {"amount": "1.00"}, TOKEN, "invalid"),
         ("/holds/1/refund", "k1", {}, TOKEN, "no_such_endpoint"),
     ],
 )

@@ -66,9 +66,10 @@ def decide(runtime: Runtime, transaction: Transaction, message: DecideMessage, p
     """
     found = _meant(transaction, message)
     question = view(found.question)
+    edited = edits.untagged(question["arguments"], message.arguments)
     stored = {
         "verdict": message.verdict,
-        "arguments": message.arguments,
+        "arguments": edited,
         "answer": message.answer,
         "by": message.by,
         "comment": message.comment,
@@ -83,16 +84,16 @@ def decide(runtime: Runtime, transaction: Transaction, message: DecideMessage, p
     asked = found.asked(question["to"])
     _check_asked(found, asked, principal)
     _check_own(runtime, transaction, found, message)
-    _check_verdict(found, question, message)
-    _check_agreement(found, earlier, message)
+    _check_verdict(found, question, message, edited)
+    _check_agreement(found, earlier, message, edited)
     waits.record_decision(transaction, found.id, found.tenant, decision)
     if message.verdict == DELEGATE:
         waits.assign(transaction, found.id, _delegated(asked, message))
     status = _closes(found, earlier, message)
     nudge = None if status is None else waits.close_approval(transaction, found.id, status, decision.payload)
     detail: dict[str, Any] = {"approval": found.id, "verdict": message.verdict, "closed": status is not None}
-    if message.arguments is not None:
-        detail |= {"asked": question["arguments"], "approved": message.arguments}
+    if edited is not None:
+        detail |= {"asked": question["arguments"], "approved": edited}
     if message.to is not None:
         detail["to"] = message.to
     return Decided(found.thread_id, [nudge] if nudge else [], detail)
@@ -192,7 +193,7 @@ def _delegated(asked: list[str], message: DecideMessage) -> list[str]:
 # --- may it say that ---
 
 
-def _check_verdict(found: ApprovalState, question: Any, message: DecideMessage) -> None:
+def _check_verdict(found: ApprovalState, question: Any, message: DecideMessage, edited: Any) -> None:
     verdict, choices, schema = message.verdict, question.get("choices"), question.get("schema")
     takes_answer = found.kind == "ask" or choices is not None
     if (verdict == ANSWER and found.kind != "ask") or (verdict == APPROVE and found.kind == "ask"):
@@ -211,20 +212,20 @@ def _check_verdict(found: ApprovalState, question: Any, message: DecideMessage) 
             raise StateError(text)
     if verdict == ANSWER and schema is not None:
         edits.check_schema(json.loads(schema), message.answer, "$.answer")
-    if message.arguments is not None and verdict != APPROVE:
+    if edited is not None and verdict != APPROVE:
         text = "$.arguments: only an approval can edit the arguments"
         raise InvalidInput(text)
-    if message.arguments is not None:
-        edits.check(question["arguments"], message.arguments)
+    if edited is not None:
+        edits.check(question["arguments"], edited)
         if schema is not None:
-            edits.check_schema(json.loads(schema), message.arguments, "$.arguments")
+            edits.check_schema(json.loads(schema), edited, "$.arguments")
 
 
-def _check_agreement(found: ApprovalState, earlier: list[DecisionState], message: DecideMessage) -> None:
+def _check_agreement(found: ApprovalState, earlier: list[DecisionState], message: DecideMessage, edited: Any) -> None:
     """Refuse an approval of other arguments than those before it: a quorum is of people who approve the same thing."""
     if message.verdict != APPROVE:
         return
-    wanted = json.dumps([message.arguments, message.answer], sort_keys=True)
+    wanted = json.dumps([edited, message.answer], sort_keys=True)
     for each in earlier:
         said = view(each.payload)
         if each.verdict == APPROVE and json.dumps([said["arguments"], said["answer"]], sort_keys=True) != wanted:

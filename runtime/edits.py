@@ -43,6 +43,22 @@ def check(original: Any, edited: Any, path: str = "$.arguments") -> None:
         raise StateError(message)
 
 
+def untagged(original: Any, edited: Any) -> Any:
+    """Return an edit with its values as JSON has them, where they came as the question shows them.
+
+    `{"$": "decimal", "v": "12.50"}`, copied from what was asked, is `"12.50"`.
+    """
+    if isinstance(original, Mapping) and "$" in original:
+        is_copied = isinstance(edited, Mapping) and edited.keys() == {"$", "v"} and edited["$"] == original["$"]
+        return edited["v"] if is_copied and original["$"] in _TYPES else edited
+    if isinstance(original, Mapping) and isinstance(edited, Mapping):
+        return {name: untagged(original.get(name), value) for name, value in edited.items()}
+    if isinstance(original, list) and isinstance(edited, list) and original:
+        pairs = zip((*original, *original[-1:] * len(edited)), edited, strict=False)
+        return [untagged(*pair) for pair in pairs]
+    return edited
+
+
 def check_schema(schema: Any, value: Any, path: str) -> None:
     """Refuse what does not fit a question's JSON schema; raise `StateError` naming the path."""
     kind = jsonschema.Draft202012Validator

@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import json
 import threading
+from datetime import date
+from decimal import Decimal
 from types import SimpleNamespace
 from unittest.mock import ANY
 
@@ -167,6 +169,21 @@ def test_edited_arguments_must_fit_the_schema_that_the_graph_gives(deploy):
     d.decide(arguments={**ASKED, "amount": "10.00"})
     assert d.drain() == "done"
     assert told(d).arguments == {**ASKED, "amount": "10.00"}
+
+
+def test_an_edit_may_copy_what_the_question_shows(deploy):
+    asked_for = {"amount": Decimal("12.50"), "fee": Decimal("0.30"), "days": [date(2026, 1, 1)], "to": "ACME"}
+    d = asked(deploy, arguments=asked_for)
+    copied = open_one(d).arguments
+    assert copied["fee"] == {"$": "decimal", "v": "0.30"}
+    d.decide(arguments={**copied, "amount": "10.00", "days": [*copied["days"], "2026-01-02"]})
+    assert d.drain() == "done"
+    assert told(d).arguments == {
+        "amount": Decimal("10.00"),
+        "fee": Decimal("0.30"),
+        "days": [date(2026, 1, 1), date(2026, 1, 2)],
+        "to": "ACME",
+    }
 
 
 def test_the_audit_has_what_was_asked_and_what_was_approved(deploy):

@@ -11,6 +11,7 @@ from __future__ import annotations
 import contextlib
 import hashlib
 import os
+import re
 import stat
 import tempfile
 import threading
@@ -28,6 +29,7 @@ _MARK: Final = b"KSR1"
 _DIGEST_BYTES: Final = 16
 _SWEEP_SECONDS: Final = 60.0
 _SHARED_WITH_OTHERS: Final = 0o077
+_OURS: Final = re.compile(r"[0-9a-f]{40}(\.[0-9]+-[0-9]+)?")
 
 
 class Received(NamedTuple):
@@ -114,6 +116,8 @@ class ResponseSpool:
         found = []
         with contextlib.suppress(OSError), os.scandir(self.folder) as entries:
             for entry in entries:
+                if _OURS.fullmatch(entry.name) is None:
+                    continue  # the folder is a setting, and may hold what somebody else keeps there
                 with contextlib.suppress(OSError):  # somebody else has removed it meanwhile
                     status = entry.stat(follow_symlinks=False)
                     found.append((status.st_mtime, status.st_size, entry.path))

@@ -293,7 +293,7 @@ def _signed(value: dict[str, Any], keys: TrustedKeys | None) -> Received:
     if set(value) != {"v", "jwt"}:
         _refuse("$", "a signed command has v and jwt, nothing else")
     carried, principal = keys.verified(value["jwt"])
-    if carried.get("v") != VERSION:
+    if type(carried.get("v")) is not int or carried["v"] != VERSION:
         _refuse("$.v", f"version {VERSION} is needed in the signed command")
     return Received(_command(_checked(carried)), principal)
 

@@ -23,6 +23,8 @@ from typing import Final, NamedTuple
 import msgspec
 import structlog
 
+from keepstep.settings import Settings
+
 log = structlog.get_logger("keepstep.model")
 
 _MARK: Final = b"KSR1"
@@ -82,7 +84,7 @@ class ResponseSpool:
         except OSError as error:
             log.warning("response_not_spooled", folder=str(self.folder), reason=str(error))
             self._usable = None
-        self._sweep_sometimes()
+        self.sweep_sometimes()
 
     def get(self, key: str, arguments_digest: bytes) -> Received | None:
         """Return the response to a call, if it is here whole and answers the same request."""
@@ -131,7 +133,8 @@ class ResponseSpool:
                     removed += 1
         return removed
 
-    def _sweep_sometimes(self) -> None:
+    def sweep_sometimes(self) -> None:
+        """Sweep, unless that was done a moment ago; a worker without models to ask does it now and then, too."""
         with self._lock:
             now = time.monotonic()
             if now < self._next_sweep:
@@ -160,6 +163,17 @@ class ResponseSpool:
             log.warning("response_spool_not_used", folder=str(self.folder), reason=reason)
             return False
         return True
+
+
+def of_settings(chosen: Settings) -> ResponseSpool | None:
+    """Return the spool that settings name; None: responses are not kept."""
+    if chosen.response_spool == "off":
+        return None
+    folder = default_folder() if chosen.response_spool == "auto" else Path(chosen.response_spool)
+    bounds = SpoolBounds(
+        chosen.response_spool_seconds_max, chosen.response_spool_count_max, chosen.response_spool_bytes_max
+    )
+    return ResponseSpool(folder, bounds)
 
 
 def default_folder() -> Path:

@@ -432,8 +432,9 @@ nothing else: a JSON Web Token (RFC 7519, compact) whose claims are
 
 and whose header names the key (`kid`). `trusted_keys` is a JSON Web Key Set of public keys, each with `kid` and `alg`
 (EdDSA, ES256, ES384, RS256, PS256 or HS256), and where its trust is to be bounded `tenants` and `verbs` (lists). The
-algorithm is the key's, whatever a token says. `keepstep new-key` makes a pair. What is not signed, or not as the keys
-say, is refused as `unauthenticated` or `forbidden`; nothing is changed.
+algorithm is the key's, whatever a token says; RSA keys have 2048 bits, shared secrets 32 bytes at least. `keepstep
+new-key` makes a pair. What is not signed, or not as the keys say, is refused as `unauthenticated` or `forbidden`;
+nothing is changed.
 
 ## JSON
 

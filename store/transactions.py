@@ -130,7 +130,10 @@ class OwnTransaction:
         self.taped.is_over = True
         with contextlib.suppress(Exception):  # SQLAlchemy's own books; the connection itself is given back below
             self.connection.close()
-        if self._store.dialect == "postgresql" and not broken and not self._loan.is_broken:
+        if self._store.dialect == "sqlite":
+            # Nothing takes back what was attached or made temporary; a new connection is cheap.
+            broken = broken or not self._store.in_memory
+        elif not broken and not self._loan.is_broken:
             try:
                 self._cursor.execute(_AS_NEW)
             except Exception:  # noqa: BLE001  whatever it is, a new connection serves the next one

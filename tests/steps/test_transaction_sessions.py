@@ -1,4 +1,4 @@
-"""What a transaction's block does to its connection on PostgreSQL, which serves the next thread's, too."""
+"""What a transaction's block does to its connection, which serves the next thread's, too."""
 
 from __future__ import annotations
 
@@ -37,6 +37,22 @@ def test_no_setting_role_lock_or_temporary_table_is_left_to_the_next_block(serve
     assert d.drain() == "done"
     ((path, tenant, user, locks, has_no_notes),) = d.values()["log"]
     assert (path, tenant or "", user, locks, has_no_notes) == ('"$user", public', "", "postgres", 0, True)
+
+
+def test_on_sqlite_nothing_that_was_attached_or_temporary_is_left_to_the_next_block(timed, tmp_path):
+    def body(ctx):
+        with ctx.transaction() as conn:
+            conn.exec_driver_sql("CREATE TEMPORARY TABLE notes (text text)")
+            conn.exec_driver_sql(f"ATTACH '{tmp_path / 'other.db'}' AS other")
+        with ctx.transaction() as conn:
+            attached = conn.exec_driver_sql("SELECT name FROM pragma_database_list ORDER BY seq").scalars().all()
+            return [*attached, conn.exec_driver_sql("SELECT count(*) FROM sqlite_temp_master").scalar()]
+
+    d = timed(acts(body))
+    d.start()
+    assert d.drain() == "done"
+    assert d.values()["log"] == [["main", 0]]
+    assert d.worker.store.connections_in_use == 0
 
 
 @pytest.mark.parametrize(

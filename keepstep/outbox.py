@@ -6,6 +6,7 @@ and not when it was rolled back. This file writes with whatever connection the p
 
 from __future__ import annotations
 
+import inspect
 import sys
 import time
 from collections.abc import Mapping
@@ -54,7 +55,7 @@ def _execute(connection: Any, values: Mapping[str, object]) -> None:
         if _is_async(connection):
             message = "connection: an async connection cannot be written to; use run_sync"
             raise InvalidInput(message)
-        if connection.get_execution_options().get("isolation_level") == "AUTOCOMMIT":
+        if _is_autocommit_of_sqlalchemy(connection):
             raise _autocommit()
         connection.exec_driver_sql(*_statement(connection.dialect.paramstyle, values))
         return
@@ -62,10 +63,29 @@ def _execute(connection: Any, values: Mapping[str, object]) -> None:
     if _commits_by_itself(connection):
         raise _autocommit()
     cursor = connection.cursor()
+    _refuse_async(cursor)
     try:
-        cursor.execute(*_statement(style, values))
+        _refuse_async(cursor.execute(*_statement(style, values)))
     finally:
-        cursor.close()
+        _refuse_async(cursor.close())
+
+
+def _refuse_async(returned: object) -> None:
+    """Raise `InvalidInput` for what an async driver returns: nothing has been written, and nobody would wait for it."""
+    if inspect.isawaitable(returned):
+        close = getattr(returned, "close", None)
+        if inspect.iscoroutine(returned) and close is not None:
+            close()
+        message = "connection: an async connection cannot be written to; give a connection that is not"
+        raise InvalidInput(message)
+
+
+def _is_autocommit_of_sqlalchemy(connection: Any) -> bool:
+    """Tell whether a SQLAlchemy connection commits each statement: by options, engine or driver."""
+    chosen = connection.get_execution_options().get("isolation_level")
+    if chosen is None:
+        chosen = getattr(connection.dialect, "_on_connect_isolation_level", None)
+    return chosen == "AUTOCOMMIT" or _commits_by_itself(connection.connection)
 
 
 def _is_async(connection: Any) -> bool:
@@ -74,7 +94,8 @@ def _is_async(connection: Any) -> bool:
 
 
 def _is_django(connection: Any) -> bool:
-    return any(kind.__module__.startswith("django.db.") for kind in type(connection).__mro__)
+    # `django.db.connection` itself is no connection but stands for the one of the thread.
+    return any(kind.__module__.startswith(("django.db.", "django.utils.")) for kind in type(connection).__mro__)
 
 
 def _style(connection: Any) -> str:

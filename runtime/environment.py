@@ -5,17 +5,17 @@ from __future__ import annotations
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 from functools import cached_property
-from pathlib import Path
 
 import structlog
 
 from keepstep.errors import DatabaseUnavailable
+from keepstep.runtime import responsespool
 from keepstep.runtime.codec import Codec
 from keepstep.runtime.compiled import CompiledGraph, Node
 from keepstep.runtime.limits import RunningMax
 from keepstep.runtime.policies import Policies
 from keepstep.runtime.rates import Rates
-from keepstep.runtime.responsespool import ResponseSpool, SpoolBounds, default_folder
+from keepstep.runtime.responsespool import ResponseSpool
 from keepstep.runtime.secrets import SecretSource
 from keepstep.runtime.types import TypeRegistry
 from keepstep.runtime.watchdog import Watchdog
@@ -66,14 +66,7 @@ class Runtime:
     @cached_property
     def responses(self) -> ResponseSpool | None:
         """Responses of models that the database does not have yet; None: they are not kept."""
-        chosen = self.settings
-        if chosen.response_spool == "off" or self.store.in_memory:
-            return None
-        folder = default_folder() if chosen.response_spool == "auto" else Path(chosen.response_spool)
-        bounds = SpoolBounds(
-            chosen.response_spool_seconds_max, chosen.response_spool_count_max, chosen.response_spool_bytes_max
-        )
-        return ResponseSpool(folder, bounds)
+        return None if self.store.in_memory else responsespool.of_settings(self.settings)
 
     @cached_property
     def admission(self) -> Admission:

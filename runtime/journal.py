@@ -51,7 +51,7 @@ from keepstep.runtime.fields import fitted, problems_of
 from keepstep.runtime.lostanswers import is_lost
 from keepstep.runtime.masking import Masker
 from keepstep.runtime.outcome import described, error_text
-from keepstep.runtime.secretbook import by_reference
+from keepstep.runtime.secretbook import by_reference, check_annotated
 from keepstep.runtime.watchdog import undisturbed
 from keepstep.store import effects as journal
 from keepstep.store.artifacts import LargeValues
@@ -172,7 +172,10 @@ class Journal:
         """Return which call it is, under way from now on until it is opened and has ended, or is released."""
         declared = declared or declaration_of(function)
         codec = self._codec.including(*annotated_types(function))
-        values = by_reference(by_name(function, arguments, named))
+        given_by_name = by_name(function, arguments, named)
+        if declared.undo_name is not None:
+            check_annotated(function, declared.name, given_by_name)
+        values = by_reference(given_by_name)
         digest = arguments_digest(function, values, codec, declared.name)
         self.masker.refuse(key, f"${declared.name}, the key")
         if key is not None and key.endswith(SUFFIX):

@@ -41,15 +41,19 @@ _LOST_NAMES: Final = {
     "botocore": {"ReadTimeoutError", "ConnectionClosedError", "HTTPClientError"},
     "grpc": {"RpcError"},
     "smtplib": {"SMTPServerDisconnected"},
+    "redis": {"ConnectionError", "TimeoutError"},
 }
+# Of these the SQLSTATE says more: without one, or with one of these, the server has said nothing of the statement.
+_POSTGRESQL_NAMES: Final = {"psycopg2": {"OperationalError"}, "psycopg": {"OperationalError"}}
+_CONNECTION_STATES: Final = ("08", "57P0")
 _REQUEST_TIMEOUT, _SERVER_ERROR, _NOT_IMPLEMENTED = 408, 500, 501
 
 
 def is_lost(error: BaseException) -> bool:
     """Tell whether the call that raised this may have happened all the same.
 
-    An error that was raised `from` another is judged by that one, too: a client's own time-out hides that of its
-    transport. `raise … from None` says that it did not happen.
+    An error that was raised `from` another, or while another was handled, is judged by that one, too: a client's own
+    error hides that of its transport. `raise … from None` says that it did not happen.
     """
     seen: set[int] = set()
     found: BaseException | None = error
@@ -58,7 +62,7 @@ def is_lost(error: BaseException) -> bool:
         verdict = _of_one(found)
         if verdict is not None:
             return verdict
-        found = found.__cause__
+        found = found.__cause__ or (None if found.__suppress_context__ else found.__context__)
     return False
 
 
@@ -72,6 +76,9 @@ def _of_one(error: BaseException) -> bool | None:
         return status == _REQUEST_TIMEOUT or (status >= _SERVER_ERROR and status != _NOT_IMPLEMENTED)
     if isinstance(error, _LOST) or _is_named(error, _LOST_NAMES):
         return True
+    if _is_named(error, _POSTGRESQL_NAMES):
+        state = getattr(error, "pgcode", None) or getattr(error, "sqlstate", None)
+        return True if state is None or str(state).startswith(_CONNECTION_STATES) else None
     return None
 
 

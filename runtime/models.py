@@ -19,6 +19,7 @@ from keepstep.errors import InvalidInput, NotStorable
 from keepstep.ids import checked_name
 from keepstep.runtime.effects import EffectDeclaration, declaration_of
 from keepstep.runtime.journal import Call, Journal, Recorded
+from keepstep.runtime.masking import Masker
 from keepstep.runtime.modelfacts import Facts, Tokens, facts_of, is_whole, plain, text_of, tool_versions
 from keepstep.runtime.performing import Doing, Procedure
 from keepstep.runtime.responsespool import Received, ResponseSpool
@@ -83,7 +84,10 @@ def model(
         raise TypeError(begun)
     spooled = spool.get(begun.key.text, begun.digest) if spool is not None else None
     if spooled is not None:
-        answer = begun.codec.decode(spooled.result)
+        # By a secret that this attempt has resolved, and the one that received it had not.
+        answer = journal.masker.value(begun.codec.decode(spooled.result))
+        if journal.masker:
+            spooled = spooled._replace(result=begun.codec.encode(answer, path=f"${begun.declared.name}"))
         return _recorded(journal, spool, begun, request, answer, spooled, is_new=False)
     journal.check_lease(begun)
     try:
@@ -191,7 +195,7 @@ def _received(journal: Journal, begun: Call, heard: _Heard, said: dict[str, Any]
     """Return a response as the node will see it, now and on every retry, and as it is stored."""
     path = f"${begun.declared.name}"
     try:
-        answer, result = _stored(begun, heard, path)
+        answer, result = _stored(begun, journal.masker, heard, path)
     except InvalidInput as error:  # it cannot be stored, or is too large: the call is over all the same
         journal.raised(begun, error)
         raise
@@ -200,14 +204,14 @@ def _received(journal: Journal, begun: Call, heard: _Heard, said: dict[str, Any]
     return answer, Received(begun.digest, result, begun.codec.encode(said, path=f"{path}.said"))
 
 
-def _stored(begun: Call, heard: _Heard, path: str) -> tuple[dict[str, Any], bytes]:
-    answer = {"response": heard.response, "chunks": heard.chunks}
+def _stored(begun: Call, masker: Masker, heard: _Heard, path: str) -> tuple[dict[str, Any], bytes]:
+    answer = masker.value({"response": heard.response, "chunks": heard.chunks})
     try:
         return answer, begun.codec.encode(answer, path=path)
     except NotStorable:
         # A client's own classes, which the graph does not declare: what they hold is kept, and they are not.
         chunks = None if heard.chunks is None else [plain(chunk) for chunk in heard.chunks]
-        answer = {"response": plain(heard.response), "chunks": chunks}
+        answer = masker.value({"response": plain(heard.response), "chunks": chunks})
         return answer, begun.codec.encode(answer, path=path)
 
 

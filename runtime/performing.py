@@ -10,6 +10,7 @@ from __future__ import annotations
 import asyncio
 import contextlib
 import inspect
+import sys
 from collections.abc import Callable, Generator, Mapping
 from dataclasses import dataclass, field, replace
 from typing import Any, TypeVar
@@ -85,6 +86,7 @@ def _asked(journal: Journal, lookup: Lookup) -> Procedure[Any]:
 
 def perform(procedure: Procedure[R]) -> R:
     """Run a procedure in a sync node."""
+    handled = sys.exception()
     with contextlib.closing(procedure):
         try:
             doing = next(procedure)
@@ -92,12 +94,24 @@ def perform(procedure: Procedure[R]) -> R:
                 try:
                     result = _done(doing)
                 except Exception as error:  # noqa: BLE001  the procedure decides what becomes of it
+                    _forget(error, handled)
                     doing = procedure.throw(error)
                 else:
                     doing = procedure.send(result)
         except StopIteration as end:
             ended: R = end.value
             return ended
+
+
+def _forget(error: BaseException, handled: BaseException | None) -> None:
+    """Leave out of an error's context what its caller was handling when it called: that says nothing of this call."""
+    seen: set[int] = set()
+    found: BaseException | None = error if handled is not None else None
+    while found is not None and id(found) not in seen:
+        seen.add(id(found))
+        if found.__context__ is handled:
+            found.__context__ = None
+        found = found.__context__
 
 
 def _done(doing: Doing) -> Any:

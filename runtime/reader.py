@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import json
 import time
 from collections.abc import Mapping
@@ -11,7 +12,7 @@ from types import TracebackType
 from typing import Any, NamedTuple, Self
 
 from keepstep import settings as settings_module
-from keepstep.errors import Ambiguous, InvalidInput, NotFound
+from keepstep.errors import Ambiguous, ArtifactCorrupt, ArtifactsUnavailable, InvalidInput, NotFound
 from keepstep.runtime import delta
 from keepstep.runtime.codec import view
 from keepstep.runtime.history import verify
@@ -174,7 +175,7 @@ class UnknownEffect(NamedTuple):
 
     @property
     def arguments(self) -> Any:
-        """What the call was given, in the plain view; None when that was not kept."""
+        """What the call was given, in the plain view; None when that was not kept, or is an artifact that is lost."""
         return None if self.effect.arguments is None else view(self.effect.arguments)
 
 
@@ -247,11 +248,16 @@ class Reader:
         return None if result is None else view(result)
 
     def _whole(self, effect: EffectView) -> EffectView:
-        """Return an effect with its arguments, wherever they are kept."""
+        """Return an effect with its arguments, wherever they are kept; without them when they cannot be read there.
+
+        Nobody could be told of the other effects otherwise, nor say what became of this one.
+        """
         effect = _readable(effect)
         if effect.arguments_artifact is None:
             return effect
-        return effect._replace(arguments=Artifacts(self._store).get(effect.tenant, effect.arguments_artifact))
+        with contextlib.suppress(ArtifactCorrupt, ArtifactsUnavailable):
+            return effect._replace(arguments=Artifacts(self._store).get(effect.tenant, effect.arguments_artifact))
+        return effect
 
     def unknown_effects(self, *, limit: int = 100) -> list[UnknownEffect]:
         """Return effects that were begun and whose outcome nobody knows, oldest first: `Client.resolve` says it."""

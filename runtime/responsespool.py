@@ -11,6 +11,7 @@ from __future__ import annotations
 import contextlib
 import hashlib
 import os
+import re
 import stat
 import tempfile
 import threading
@@ -22,12 +23,15 @@ from typing import Final, NamedTuple
 import msgspec
 import structlog
 
+from keepstep.settings import Settings
+
 log = structlog.get_logger("keepstep.model")
 
 _MARK: Final = b"KSR1"
 _DIGEST_BYTES: Final = 16
 _SWEEP_SECONDS: Final = 60.0
 _SHARED_WITH_OTHERS: Final = 0o077
+_OURS: Final = re.compile(r"[0-9a-f]{40}(\.[0-9]+-[0-9]+)?")
 
 
 class Received(NamedTuple):
@@ -80,7 +84,7 @@ class ResponseSpool:
         except OSError as error:
             log.warning("response_not_spooled", folder=str(self.folder), reason=str(error))
             self._usable = None
-        self._sweep_sometimes()
+        self.sweep_sometimes()
 
     def get(self, key: str, arguments_digest: bytes) -> Received | None:
         """Return the response to a call, if it is here whole and answers the same request."""
@@ -114,6 +118,8 @@ class ResponseSpool:
         found = []
         with contextlib.suppress(OSError), os.scandir(self.folder) as entries:
             for entry in entries:
+                if _OURS.fullmatch(entry.name) is None:
+                    continue  # the folder is a setting, and may hold what somebody else keeps there
                 with contextlib.suppress(OSError):  # somebody else has removed it meanwhile
                     status = entry.stat(follow_symlinks=False)
                     found.append((status.st_mtime, status.st_size, entry.path))
@@ -127,7 +133,8 @@ class ResponseSpool:
                     removed += 1
         return removed
 
-    def _sweep_sometimes(self) -> None:
+    def sweep_sometimes(self) -> None:
+        """Sweep, unless that was done a moment ago; a worker without models to ask does it now and then, too."""
         with self._lock:
             now = time.monotonic()
             if now < self._next_sweep:
@@ -156,6 +163,17 @@ class ResponseSpool:
             log.warning("response_spool_not_used", folder=str(self.folder), reason=reason)
             return False
         return True
+
+
+def of_settings(chosen: Settings) -> ResponseSpool | None:
+    """Return the spool that settings name; None: responses are not kept."""
+    if chosen.response_spool == "off":
+        return None
+    folder = default_folder() if chosen.response_spool == "auto" else Path(chosen.response_spool)
+    bounds = SpoolBounds(
+        chosen.response_spool_seconds_max, chosen.response_spool_count_max, chosen.response_spool_bytes_max
+    )
+    return ResponseSpool(folder, bounds)
 
 
 def default_folder() -> Path:

@@ -18,6 +18,7 @@ from typing import Any, get_type_hints
 
 import structlog
 
+from keepstep.errors import NotStorable
 from keepstep.runtime.codec import Codec
 from keepstep.runtime.masking import Masker
 from keepstep.runtime.secrets import Secret, SecretSource
@@ -88,12 +89,43 @@ def by_reference(values: Mapping[str, Any]) -> dict[str, Any]:
     return {name: {"secret": value.ref} if isinstance(value, Secret) else value for name, value in values.items()}
 
 
+def check_annotated(function: Callable[..., Any], name: str, values: Mapping[str, Any]) -> None:
+    """Raise `NotStorable` for a secret that an undo could not be given again: nothing says that it was one.
+
+    What stands in the journal in its place is told from a value that looks like it by the function's annotation alone.
+    """
+    takes: Mapping[str, bool] = {}
+    for argument, value in values.items():
+        if isinstance(value, Secret):
+            takes = takes or _takes(function)
+            if not takes.get(argument):
+                message = (
+                    f"${name}.{argument}: it is a secret, and the effect has an undo, which is given it again: "
+                    f"annotate the parameter as {argument}: Secret"
+                )
+                raise NotStorable(message)
+
+
+def with_secrets(
+    function: Callable[..., Any], values: Mapping[str, Any], resolve: Callable[[str], Secret]
+) -> dict[str, Any]:
+    """Return arguments as a call of `function` was given them: the secrets in place of their references."""
+    takes = _takes(function)
+    return {
+        name: resolve(value["secret"])
+        if takes.get(name) and isinstance(value, dict) and set(value) == {"secret"}
+        else value
+        for name, value in values.items()
+    }
+
+
 @functools.lru_cache(maxsize=4096)
 def _takes(function: Callable[..., Any]) -> Mapping[str, bool]:
     """Return the names of a function's parameters, and whether each is annotated as a `Secret`."""
     hints: dict[str, Any] = {}
     with contextlib.suppress(Exception):  # an annotation that cannot be resolved asks for nothing
-        hints = get_type_hints(inspect.unwrap(function))
+        whole = function.func if isinstance(function, functools.partial) else function
+        hints = get_type_hints(inspect.unwrap(whole))
     with contextlib.suppress(TypeError, ValueError):
         return {name: hints.get(name) is Secret for name in inspect.signature(function).parameters}
     return {}

@@ -41,7 +41,7 @@ from keepstep.runtime.journal import Call, Lookup, Recorded
 from keepstep.runtime.masking import Masker
 from keepstep.runtime.outcome import NodeOverdue, described, error_text
 from keepstep.runtime.policy import Retry
-from keepstep.runtime.secretbook import SecretBook, taken
+from keepstep.runtime.secretbook import SecretBook, taken, with_secrets
 from keepstep.runtime.settlement import PATIENCE_SECONDS
 from keepstep.runtime.undojournal import UndoJournal
 from keepstep.runtime.undos import Undo
@@ -114,6 +114,7 @@ class _Undoing:
         self._deadline = time.monotonic() + self._seconds
         self._declared: Undo = undos.find(found.name, found.undo)
         effect, undo = self._declared
+        self._book = secrets
         # Of a tool: what it was given then, its undo and its lookups are given now.
         references: Mapping[str, str] = getattr(effect, "references", {})
         self._secrets = {name: secrets.resolve(ref) for name, ref in references.items()}
@@ -144,7 +145,7 @@ class _Undoing:
         """Undo the effect, unless it has not happened; return which of the two it was."""
         grace = self._runtime.settings.timeout_grace_seconds
         with self._runtime.watchdog.watch(self._seconds + grace, self._write_off, self._runtime.end):
-            given: Mapping[str, Any] = self._codec.decode(self._arguments())
+            given = with_secrets(self._declared.effect, self._codec.decode(self._arguments()), self._book.resolve)
             happened = self._happened(given)
             if happened is None:
                 return NOT_DONE_OUTSIDE
@@ -178,6 +179,9 @@ class _Undoing:
         try:
             came_to = self._called(undo, (), named)
         except Exception as error:
+            if declaration_of(undo).idempotent:  # whether it arrived or not, it is tried again
+                self._journal.fail(begun, error)
+                raise
             lost = self._journal.raised(begun, error)
             if lost is None:
                 raise

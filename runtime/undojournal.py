@@ -12,6 +12,7 @@ from keepstep.errors import EffectPending, StepError
 from keepstep.runtime.effects import EffectDeclaration, annotated_types, declaration_of, result_type, wants_key
 from keepstep.runtime.journal import Call, Journal, Lookup, Recorded
 from keepstep.runtime.outcome import error_text
+from keepstep.runtime.secretbook import by_reference
 from keepstep.store import effects as journal
 from keepstep.store.effects import EffectKey
 from keepstep.store.undoing import SUFFIX, Undoable
@@ -75,7 +76,8 @@ class UndoJournal(Journal):
             # A person who says that it is undone need not say what it returned.
             returns=None,
             arguments=self._codec.encode(
-                {name: value for name, value in named.items() if name != "idempotency_key"}, path=f"${declared.name}"
+                by_reference({name: value for name, value in named.items() if name != "idempotency_key"}),
+                path=f"${declared.name}",
             ),
             asking=((), asking),
         )

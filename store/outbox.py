@@ -24,6 +24,7 @@ from sqlalchemy import (
     update,
 )
 from sqlalchemy import exc as sqlalchemy_errors
+from sqlalchemy.dialects import mysql
 from sqlalchemy.engine import make_url
 from sqlalchemy.schema import CreateIndex, CreateTable, DDLElement
 
@@ -35,7 +36,8 @@ outbox = Table(
     written.TABLE,
     metadata,
     Column("id", String(200), primary_key=True),  # the command's
-    Column("body", Text, nullable=False),  # the message, JSON
+    # The message, JSON. MySQL's TEXT ends at 64 KiB, and cuts off what is longer in some of its modes.
+    Column("body", Text().with_variant(mysql.LONGTEXT(), "mysql", "mariadb"), nullable=False),
     Column("created_at", Float(53), nullable=False),  # by the producer's clock: an order, no more
     Column("error", Text),  # why a worker refused it; NULL: it is to be sent
 )

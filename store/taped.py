@@ -33,6 +33,9 @@ _KINDS = (
     "Error",
 )
 _FIRST_WORDS = re.compile(r"(?:\s|--[^\n]*\n|/\*.*?\*/)*(\w+)((?:\s+\w+)*)", re.DOTALL)
+_COMMENT_OR_QUOTED = re.compile(
+    r"""(--[^\n]*|/\*.*?\*/|\*/)|'(?:[^']|'')*'|"(?:[^"]|"")*"|\$(\w*)\$.*?\$\2\$""", re.DOTALL
+)
 _ENDS = {"COMMIT", "END", "ABORT", "BEGIN", "START"}
 
 
@@ -80,14 +83,32 @@ class Taped:
             raise TransactionRefused(message)
         if self.refused is not None:
             raise self.refused
-        words = _FIRST_WORDS.match(statement)
-        first, rest = (words[1].upper(), words[2].upper().split()) if words else ("", [])
-        ends = first in _ENDS or (first == "ROLLBACK" and "TO" not in rest) or [first, *rest[:1]] == _PREPARED
-        if ends:
-            self.refuse(first, "the transaction is the block's; conn.begin_nested() makes savepoints")
+        ending = _ending(statement)
+        if ending is not None:
+            self.refuse(ending, "the transaction is the block's; conn.begin_nested() makes savepoints")
 
 
 _PREPARED = ["PREPARE", "TRANSACTION"]
+
+
+def _ending(text: str) -> str | None:
+    """Return the first word of a statement among several that ends the transaction or begins one; None: none does.
+
+    One that ended it in the middle and began another could not be told afterwards from one that did neither.
+    """
+    parts = [text]
+    if ";" in text:
+        parts = _COMMENT_OR_QUOTED.sub(lambda found: " " if found[1] else " _ ", text).split(";")
+    is_definition = False
+    for part in parts:
+        words = _FIRST_WORDS.match(part)
+        first, rest = (words[1].upper(), words[2].upper().split()) if words else ("", [])
+        is_definition = is_definition or first == "CREATE"
+        if is_definition and first == "END":
+            continue  # of a trigger's or a function's body
+        if first in _ENDS or (first == "ROLLBACK" and "TO" not in rest) or [first, *rest[:1]] == _PREPARED:
+            return first
+    return None
 
 
 class _Rows:

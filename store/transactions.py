@@ -23,6 +23,12 @@ from keepstep.store.outcomes import hold
 from keepstep.store.taped import Recording
 from keepstep.store.tapes import Tape
 
+# Whose node is next on the connection may be another tenant: no role, setting, lock or temporary table is left to it.
+_AS_NEW = (
+    "SET SESSION AUTHORIZATION DEFAULT; RESET ALL; CLOSE ALL; UNLISTEN *; SELECT pg_advisory_unlock_all(); "
+    "DISCARD SEQUENCES; DISCARD TEMP; SET datestyle TO 'ISO'"  # the last as the driver does when it connects
+)
+
 
 def time_limits(seconds: float) -> str:
     """Return what bounds a transaction on PostgreSQL; local to it, as a pooler in transaction mode needs it."""
@@ -124,6 +130,14 @@ class OwnTransaction:
         self.taped.is_over = True
         with contextlib.suppress(Exception):  # SQLAlchemy's own books; the connection itself is given back below
             self.connection.close()
+        if self._store.dialect == "sqlite":
+            # Nothing takes back what was attached or made temporary; a new connection is cheap.
+            broken = broken or not self._store.in_memory
+        elif not broken and not self._loan.is_broken:
+            try:
+                self._cursor.execute(_AS_NEW)
+            except Exception:  # noqa: BLE001  whatever it is, a new connection serves the next one
+                broken = True
         with contextlib.suppress(Exception):  # as it is with a connection that is lost
             self._cursor.close()
         self._loan.end(broken=broken)

@@ -318,7 +318,7 @@ def _signed(value: dict[str, Any], keys: TrustedKeys | None) -> Received:
     if set(value) != {"v", "jwt"}:
         _refuse("$", "a signed command has v and jwt, nothing else")
     carried, principal = keys.verified(value["jwt"])
-    if carried.get("v") != VERSION:
+    if type(carried.get("v")) is not int or carried["v"] != VERSION:
         _refuse("$.v", f"version {VERSION} is needed in the signed command")
     return Received(_command(_checked(carried)), principal)
 
@@ -457,9 +457,9 @@ nothing else: a JSON Web Token (RFC 7519, compact) whose claims are
 
 and whose header names the key (`kid`). `trusted_keys` is a JSON Web Key Set of public keys, each with `kid` and `alg`
 (EdDSA, ES256, ES384, RS256, PS256 or HS256), and where its trust is to be bounded `tenants`, `verbs`, `principals` (who
-it may speak for) and `roles` (which it may give), each a list. The algorithm is the key's, whatever a token says.
-`keepstep new-key` makes a pair. What is not signed, or not as the keys say, is refused as `unauthenticated` or
-`forbidden`; nothing is changed.
+it may speak for) and `roles` (which it may give), each a list. The algorithm is the key's, whatever a token says; RSA
+keys have 2048 bits, shared secrets 32 bytes at least. `keepstep new-key` makes a pair. What is not signed, or not as
+the keys say, is refused as `unauthenticated` or `forbidden`; nothing is changed.
 
 ## JSON
 

@@ -23,6 +23,9 @@ log = structlog.get_logger("keepstep.relay")
 _BATCH = 200
 _CONFIRM_SECONDS = 5.0
 _POLL_SECONDS = 0.5
+# While no worker answers, what was sent lies in the queue: a few are sent again, and ever more seldom.
+_BATCH_UNANSWERED = 10
+_POLL_SECONDS_MAX = 15.0
 
 
 class Relay(Service):
@@ -35,10 +38,16 @@ class Relay(Service):
         self.outbox = Outbox.open(url)
         self._client = Client(settings=settings, timeout=_CONFIRM_SECONDS)
         self._poll_seconds = poll_seconds
+        self._is_unanswered = False
+        self._pause_seconds = poll_seconds
 
     def work(self) -> float:
         """Relay what there is; return when to look again: at once when there may be more."""
-        return 0.0 if self.relay() == _BATCH else self._poll_seconds
+        answered = self.relay()
+        self._pause_seconds = min(_POLL_SECONDS_MAX, self._pause_seconds * 2) if self._is_unanswered else 0.0
+        if answered < _BATCH:
+            self._pause_seconds = max(self._pause_seconds, self._poll_seconds)
+        return self._pause_seconds
 
     def relay(self) -> int:
         """Send one batch and wait for the workers' word; return how many commands have got one.
@@ -47,7 +56,8 @@ class Relay(Service):
         """
         with ExitStack() as stack:
             with self.gate.hold():
-                batch = stack.enter_context(self.outbox.batch(_BATCH))
+                size = _BATCH_UNANSWERED if self._is_unanswered else _BATCH
+                batch = stack.enter_context(self.outbox.batch(size))
                 sent = [(command, self._client.forward(command.id, command.body)) for command in batch.found]
             # Not under the gate: while workers are asked, children may be forked.
             deadline = time.monotonic() + _CONFIRM_SECONDS
@@ -63,7 +73,9 @@ class Relay(Service):
                 unanswered=len(sent) - len(batch.accepted) - len(batch.refused),
                 outbox=self.outbox.shown,
             )
-        return len(batch.accepted) + len(batch.refused)
+        answered = len(batch.accepted) + len(batch.refused)
+        self._is_unanswered = bool(sent) and not answered
+        return answered
 
     def finish(self) -> None:
         """Close the connections."""

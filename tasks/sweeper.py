@@ -9,6 +9,7 @@ from collections.abc import Iterable
 import structlog
 
 from keepstep.crashpoints import reach
+from keepstep.runtime import responsespool
 from keepstep.runtime.compiled import CompiledGraph
 from keepstep.runtime.limits import RunningMax
 from keepstep.settings import Settings
@@ -45,6 +46,7 @@ class Sweeper(Service):
         self._admission = Admission(self._store, [(graph.name, graph.version) for graph in carried])
         self._running_max = RunningMax(self._store, carried)
         self._sweep_at = time.monotonic()
+        self._responses = responsespool.of_settings(settings)
 
     def work(self) -> float:
         """Sweep when it is time, and let in what is due; return how soon to look again."""
@@ -65,6 +67,8 @@ class Sweeper(Service):
             reach("after_sweep")
             log.info("swept", worker_id=self._worker_id, nudged=len(nudges))
         self._room.publish(nudges)
+        if self._responses is not None:
+            self._responses.sweep_sometimes()
         if len(nudges) < limit:
             # Jittered, so that the workers of a fleet do not all look at the same moment.
             self._sweep_at = now + self._settings.sweep_seconds * random.uniform(0.7, 1.3)  # noqa: S311  not a secret

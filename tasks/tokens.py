@@ -26,7 +26,10 @@ log = structlog.get_logger("keepstep.worker")
 _LOOK_SECONDS = 1.0
 _CLOCK_SECONDS = 60.0
 """How far a sender's clock may be ahead of this one."""
+_SECONDS_MAX = 2**53
 _SECRET_BYTES_MIN = 32
+_RSA_BITS_MIN = 2048
+_MISSPELLED = {"tenant": "tenants", "verb": "verbs", "principal": "principals", "role": "roles"}
 _ROLES_MAX = 100
 _REQUIRED = ["aud", "exp", "iat", "jti", "sub"]
 
@@ -124,7 +127,7 @@ class TrustedKeys:
     def _check_times(self, claims: Mapping[str, Any]) -> None:
         now = time.time()
         expires, issued = claims["exp"], claims["iat"]
-        if not all(isinstance(each, int | float) and not isinstance(each, bool) for each in (expires, issued)):
+        if not all(_is_time(each) for each in (expires, issued)):
             message = "$.jwt: exp and iat are seconds since 1970"
             raise Unauthenticated(message)
         if issued > now + _CLOCK_SECONDS:
@@ -161,6 +164,11 @@ class TrustedKeys:
         self._stamp = stamp
 
 
+def _is_time(value: object) -> bool:
+    """Tell whether it is a number that an end can be told by: not NaN, which nothing is later than, nor infinity."""
+    return isinstance(value, int | float) and not isinstance(value, bool) and abs(value) < _SECONDS_MAX
+
+
 def _keys_of(path: str, found: Any) -> dict[str, _Key]:
     listed = found.get("keys") if isinstance(found, dict) else None
     if not isinstance(listed, list) or not listed:
@@ -178,6 +186,10 @@ def _keys_of(path: str, found: Any) -> dict[str, _Key]:
 
 def _key_of(path: str, kid: str, found: Mapping[str, Any]) -> _Key:
     algorithm = algorithm_of(found)
+    for wrong, right in _MISSPELLED.items():
+        if wrong in found:  # a member that is not known bounds nothing, and this was meant to
+            message = f"trusted_keys: {path}: key {kid!r}: {wrong!r} bounds nothing; {right!r} is a list"
+            raise InvalidSettings(message)
     if "d" in found:
         message = f"trusted_keys: {path}: key {kid!r} is a private key; workers need the public one only"
         raise InvalidSettings(message)
@@ -188,6 +200,9 @@ def _key_of(path: str, kid: str, found: Mapping[str, Any]) -> _Key:
     except Exception:  # noqa: BLE001  whatever is wrong with it, its values are not to be shown
         message = f"trusted_keys: {path}: key {kid!r} cannot be used for {algorithm}"
         raise InvalidSettings(message) from None
+    if found.get("kty") == "RSA" and key.key_size < _RSA_BITS_MIN:
+        message = f"trusted_keys: {path}: key {kid!r} has {key.key_size} bits; RSA needs {_RSA_BITS_MIN}"
+        raise InvalidSettings(message)
     if isinstance(key, bytes) and len(key) < _SECRET_BYTES_MIN:
         message = f"trusted_keys: {path}: key {kid!r} is a shared secret of less than {_SECRET_BYTES_MIN} bytes"
         raise InvalidSettings(message)
@@ -223,7 +238,7 @@ def _as(command: dict[str, Any], subject: object) -> dict[str, Any]:
     if not isinstance(subject, str) or not subject:
         message = "$.jwt: sub names who wants it"
         raise Unauthenticated(message)
-    if command.get("by", subject) != subject:
+    if command.get("by") not in (None, subject):
         message = "$.by: the command names somebody else than its token does"
         raise Forbidden(message)
     return {**command, "by": subject}

@@ -19,6 +19,8 @@ if TYPE_CHECKING:
     from keepstep.runtime.reader import UnknownEffect
     from keepstep.store.views import EffectView
 
+_ARGUMENTS_SHOWN_MAX = 2000
+
 
 @command(
     "effects",
@@ -94,10 +96,23 @@ def _model_and_tokens(meta: dict[str, Any]) -> tuple[str, str]:
     return str(meta.get("model") or ""), "" if total is None else str(total)
 
 
+def _arguments(found: UnknownEffect) -> str | None:
+    """Return what people are shown of a call's arguments, which may be megabytes."""
+    from keepstep.cli.output import shown
+
+    arguments, digest = found.arguments, found.effect.arguments_artifact
+    if arguments is None:
+        return None if digest is None else f"artifact {digest}, which cannot be read"
+    text = shown(arguments)
+    if len(text) <= _ARGUMENTS_SHOWN_MAX:
+        return text
+    return f"{text[:_ARGUMENTS_SHOWN_MAX]}… ({len(text)} characters in all; --json has them)"
+
+
 def _print(session: Session, found: UnknownEffect) -> None:
     from rich.text import Text
 
-    from keepstep.cli.output import relative, shown, visible
+    from keepstep.cli.output import relative, visible
 
     each = found.effect
     head = Text(visible(each.name), style="bold")
@@ -105,14 +120,13 @@ def _print(session: Session, found: UnknownEffect) -> None:
         visible(f"  {found.graph}/{found.thread}  begun {relative(each.started_at)} by {each.run}"), style="not bold"
     )
     session.output.line(head)
-    arguments = found.arguments
     happened, not_happened, give_up = (
         session.hint(f"resolve '{each.key}' {option}")
         for option in ("--happened RESULT", "--not-happened", "--give-up")
     )
     facts = {
         "  key": each.key,
-        "  arguments": None if arguments is None else shown(arguments),
+        "  arguments": _arguments(found),
         "  resolve": f"{happened}\n{not_happened}\n{give_up}",
     }
     session.output.facts(facts)

@@ -317,3 +317,41 @@ def test_the_command_shows_model_and_tokens_and_reads_large_arguments(
 def command(capsys, *arguments):
     assert run(list(arguments)) == 0
     return capsys.readouterr().out
+
+
+def test_arguments_that_are_lost_hide_no_other_unknown_effect(large, capsys):
+    def pay(order, note):
+        message = "read timed out"
+        raise TimeoutError(message)
+
+    d = large(acts(lambda ctx: ctx.effect(pay, "7", LARGE * 10)))
+    for thread in ("t", "u"):
+        d.start(thread=thread)
+        d.drain()
+    d.execute("DELETE FROM keepstep_artifact")
+    found = d.reader.unknown_effects()
+    assert [each.thread for each in found] == ["t", "u"]
+    assert [each.arguments for each in found] == [None, None]
+    assert run(["effects", "--database", d.url]) == 0
+    told = capsys.readouterr().out
+    whole = f"artifact {found[0].effect.arguments_artifact}, which cannot be read"
+    assert " ".join(told.split()).count(whole) == 2
+    d.send("resolve", effect=found[0].effect.key, outcome="happened", result="receipt")
+    d.drain()
+    assert d.values()["log"] == ["receipt"]
+
+
+def test_people_are_shown_the_beginning_of_large_arguments(large, capsys):
+    def pay(order, note):
+        message = "read timed out"
+        raise TimeoutError(message)
+
+    d = large(acts(lambda ctx: ctx.effect(pay, "7", LARGE * 100)))
+    d.start()
+    d.drain()
+    assert run(["effects", "--database", d.url]) == 0
+    told = capsys.readouterr().out
+    assert len(told) < 10_000
+    assert "characters in all; --json has them)" in told.replace("\n", " ").replace("  ", " ")
+    assert run(["effects", "--json", "--database", d.url]) == 0
+    assert LARGE * 100 in capsys.readouterr().out

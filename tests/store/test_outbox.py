@@ -9,11 +9,14 @@ from contextlib import closing
 import psycopg2
 import pytest
 import sqlalchemy as sa
+from sqlalchemy.dialects import mysql
 from sqlalchemy.engine import make_url
 from sqlalchemy.orm import Session
+from sqlalchemy.schema import CreateTable
 
 from keepstep import Client, errors
 from keepstep.store.outbox import Outbox
+from keepstep.store.outbox import outbox as table
 
 
 @pytest.fixture(params=["sqlite", "postgresql"])
@@ -139,26 +142,29 @@ def test_django_writes_with_its_transaction(client, tmp_path):
     if not settings.configured:
         settings.configure(DATABASES={"default": {"ENGINE": "django.db.backends.sqlite3", "NAME": str(path)}})
         django.setup()
+    from django.db import connection as of_thread
     from django.db import connections, transaction
     from django.db.utils import ConnectionHandler
 
     handler = ConnectionHandler({"default": {"ENGINE": "django.db.backends.sqlite3", "NAME": str(path)}})
     connections["default"] = handler["default"]
     connection = connections["default"]
-    with pytest.raises(errors.InvalidInput, match="commits each statement by itself"):
-        start(client, connection)
+    for each in (connection, of_thread):
+        with pytest.raises(errors.InvalidInput, match="commits each statement by itself"):
+            start(client, each)
 
     def fails():
         with transaction.atomic():
             start(client, connection)
+            start(client, of_thread)
             raise ZeroDivisionError
 
     with pytest.raises(ZeroDivisionError):
         fails()
     with transaction.atomic():
-        receipt = start(client, connection)
+        receipts = [start(client, each, thread) for each, thread in ((connection, "order-1"), (of_thread, "order-2"))]
     connection.close()
-    assert found(outbox) == [expected(receipt)]
+    assert found(outbox) == [expected(receipts[0]), expected(receipts[1], "order-2")]
     outbox.dispose()
 
 
@@ -178,6 +184,64 @@ def test_a_connection_that_commits_by_itself_is_refused(client, engine, producer
         receipt = start(client, connection)
         cursor.execute("COMMIT")
     assert found(outbox) == [expected(receipt)]
+
+
+@pytest.mark.parametrize("opened", [by_connection, by_session])
+def test_an_engine_whose_connections_commit_by_themselves_is_refused(client, producer, outbox, opened):
+    alone = sa.create_engine(producer, isolation_level="AUTOCOMMIT")
+    with opened(alone) as connection, pytest.raises(errors.InvalidInput, match="begin a transaction first"):
+        start(client, connection)
+    with closing(alone.raw_connection()) as connection, pytest.raises(errors.InvalidInput, match="begin a transaction"):
+        start(client, connection)
+    isolation = "SERIALIZABLE"
+    with alone.connect().execution_options(isolation_level=isolation) as connection:
+        start(client, connection)
+        connection.rollback()
+        receipt = start(client, connection)
+        connection.commit()
+    alone.dispose()
+    assert found(outbox) == [expected(receipt)]
+
+
+def test_a_driver_that_commits_by_itself_is_refused_whoever_made_the_engine(client, producer, outbox):
+    def connect():
+        connection = raw(producer)
+        if isinstance(connection, sqlite3.Connection):
+            connection.isolation_level = None
+        else:
+            connection.autocommit = True
+        return connection
+
+    made = sa.create_engine(producer, creator=connect)
+    with made.connect() as connection:
+        with pytest.raises(errors.InvalidInput, match="begin a transaction first"):
+            start(client, connection)
+        connection.exec_driver_sql("BEGIN")
+        receipt = start(client, connection)
+        connection.exec_driver_sql("COMMIT")
+    made.dispose()
+    assert found(outbox) == [expected(receipt)]
+
+
+class AsyncCursor(sqlite3.Cursor):
+    """A cursor as async drivers have it."""
+
+    async def execute(self, *given):
+        return super().execute(*given)
+
+
+class AsyncConnection(sqlite3.Connection):
+    """A connection whose cursors are awaited."""
+
+    def cursor(self):
+        return super().cursor(AsyncCursor)
+
+
+def test_a_driver_that_is_awaited_is_refused(client, tmp_path):
+    with closing(sqlite3.connect(tmp_path / "shop.db", factory=AsyncConnection)) as connection:
+        with pytest.raises(errors.InvalidInput, match="an async connection cannot be written to"):
+            start(client, connection)
+        assert not connection.in_transaction
 
 
 @pytest.mark.parametrize("connection", ["postgresql://", 7, object()])
@@ -264,6 +328,11 @@ def test_the_statements_for_those_who_make_it_by_hand_make_it(client, tmp_path, 
         connection.commit()
     assert found(by_hand) == [expected(receipt)]
     by_hand.dispose()
+
+
+def test_on_mysql_a_message_of_any_size_fits():
+    text = str(CreateTable(table).compile(dialect=mysql.dialect()))
+    assert "body LONGTEXT NOT NULL" in text
 
 
 def test_a_url_that_is_none_is_refused_without_showing_it():

@@ -30,6 +30,12 @@ def answered(status):
     return error
 
 
+def postgresql(state):
+    error = of("psycopg2", "OperationalError")
+    error.pgcode = state
+    return error
+
+
 def caused(error, cause):
     error.__cause__ = cause
     return error
@@ -59,7 +65,13 @@ def caused(error, cause):
         answered(504),
         answered(408),
         urllib.error.HTTPError("http://bank", 503, "busy", None, None),
+        of("redis.exceptions", "TimeoutError"),
+        of("redis.exceptions", "BusyLoadingError", "ConnectionError"),
+        postgresql(None),
+        postgresql("57P01"),
+        postgresql("08006"),
         caused(ValueError("my own"), TimeoutError()),
+        caused(of("sqlalchemy.exc", "OperationalError"), postgresql(None)),
         caused(ValueError("my own"), caused(KeyError("mine, too"), ConnectionResetError())),
     ],
     ids=repr,
@@ -85,6 +97,8 @@ def test_its_answer_was_lost(error):
         answered(429),
         answered(501),
         urllib.error.HTTPError("http://bank", 409, "conflict", None, None),
+        postgresql("57014"),
+        postgresql("40P01"),
         caused(ValueError("my own"), answered(422)),
         caused(of("requests.exceptions", "ConnectionError"), ConnectionRefusedError()).__cause__,
     ],
@@ -108,6 +122,20 @@ def test_who_raises_from_none_says_that_it_did_not_happen():
     with pytest.raises(ValueError, match="not booked") as raised:
         asks_the_bank()
     assert is_lost(raised.value) is False
+
+
+def test_an_error_raised_while_another_is_handled_is_judged_by_that_one():
+    def asks_the_bank(error):
+        try:
+            raise error
+        except OSError:
+            message = "the bank is out of order"
+            raise ValueError(message)  # noqa: B904  as people write it
+
+    for error, lost in ((TimeoutError(), True), (ConnectionRefusedError(), False)):
+        with pytest.raises(ValueError, match="out of order") as raised:
+            asks_the_bank(error)
+        assert is_lost(raised.value) is lost
 
 
 def test_causes_in_a_circle_end():

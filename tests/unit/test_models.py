@@ -246,6 +246,18 @@ def test_the_oldest_are_given_up_first(folder, bounds, left):
     assert {number for number, key in keys.items() if spool.get(key, b"d")} == left
 
 
+def test_what_is_no_response_is_left_alone(folder):
+    folder.mkdir(mode=0o700)
+    for name in ("notes.txt", "a" * 40 + ".txt", "b" * 39):
+        (folder / name).write_text("mine")
+        os.utime(folder / name, (0, 0))
+    part = folder / ("c" * 40 + ".12-345")
+    part.write_text("torn")
+    os.utime(part, (0, 0))
+    assert ResponseSpool(folder, BOUNDS).sweep() == 1
+    assert {path.name for path in folder.iterdir()} == {"notes.txt", "a" * 40 + ".txt", "b" * 39}
+
+
 def test_a_write_sweeps_now_and_then(folder):
     spool = ResponseSpool(folder, SpoolBounds(100.0, 1, 10**9))
     spool.put("a", RECEIVED)

@@ -80,6 +80,11 @@ def test_the_identity_is_the_tokens(tmp_path, signer):
         received(signer.signed({**DECIDE, "by": "boss"}, principal="eve"), keys(tmp_path))
 
 
+def test_a_command_that_names_nobody_is_its_principals(tmp_path, pair):
+    unnamed = claims(command={**START, "id": "c1", "by": None})
+    assert received(encoded(pair, unnamed), keys(tmp_path)).command.by == "anna"
+
+
 def test_an_unsigned_command_is_refused_where_signed_ones_are_wanted(tmp_path, pair):
     with pytest.raises(errors.Unauthenticated, match="it is not signed"):
         received(DECIDE, keys(tmp_path), accept_unsigned=False)
@@ -108,6 +113,10 @@ def test_a_signed_command_is_not_half_believed_where_no_key_is_trusted(signer):
         ({"iat": int(time.time()) + 1000}, "signed in the future"),
         ({"exp": "tomorrow"}, "seconds since 1970"),
         ({"exp": True}, "seconds since 1970"),
+        ({"exp": float("inf")}, "seconds since 1970"),
+        ({"exp": float("nan")}, "seconds since 1970"),
+        ({"exp": 10**400}, "seconds since 1970"),
+        ({"iat": float("nan")}, "seconds since 1970"),
         ({"roles": "finance"}, "roles must be a list"),
         ({"roles": [1]}, "roles must be a list"),
     ],
@@ -176,6 +185,8 @@ def test_what_a_signed_command_says_is_checked_as_ever(tmp_path, signer):
     for command, error in (
         ({**DECIDE, "verdict": "maybe"}, errors.InvalidMessage),
         ({**DECIDE, "v": 2}, errors.InvalidMessage),
+        ({**DECIDE, "v": True}, errors.InvalidMessage),
+        ({**DECIDE, "v": 1.0}, errors.InvalidMessage),
         ({**DECIDE, "more": 1}, errors.InvalidMessage),
     ):
         with pytest.raises(error):
@@ -231,6 +242,9 @@ def test_keys_are_read_again_when_the_file_changes_and_kept_when_it_breaks(tmp_p
         ('{"keys": [{"kid": "a", "kty": "OKP", "alg": "none"}]}', "its alg must be one of"),
         ('{"keys": [{"kid": "a", "kty": "oct", "alg": "HS256", "k": "c2hvcnQ"}]}', "less than 32 bytes"),
         ('{"keys": [{"kid": "a", "kty": "OKP", "crv": "Ed25519", "x": "A", "d": "canary"}]}', "is a private key"),
+        ('{"keys": [{"kid": "a", "kty": "OKP", "tenant": ["acme"]}]}', "'tenant' bounds nothing; 'tenants' is a list"),
+        ('{"keys": [{"kid": "a", "kty": "OKP", "verb": "start"}]}', "'verb' bounds nothing; 'verbs' is a list"),
+        (f'{{"keys": [{{"kid": "a", "kty": "RSA", "n": "{"_" * 170}8", "e": "AQAB"}}]}}', "1024 bits; RSA needs 2048"),
     ],
 )
 def test_a_file_of_keys_that_cannot_be_used_is_refused(tmp_path, text, told):

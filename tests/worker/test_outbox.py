@@ -121,6 +121,31 @@ def test_nothing_is_removed_while_no_worker_answers(embedded, shop, monkeypatch)
     relay.finish()
 
 
+def test_while_no_worker_answers_the_queue_is_not_filled_with_copies(embedded, shop, monkeypatch):
+    url, engine = shop
+    monkeypatch.setattr("keepstep.tasks.relay._CONFIRM_SECONDS", 0.1)
+    names = [f"t{number}" for number in range(25)]
+    sold(embedded, engine, *names)
+    relay = Relay(load(broker=embedded.settings.broker), url, poll_seconds=0.5)
+    sent = []
+    forward = relay._client.forward
+
+    def counted(command_id, body):
+        sent.append(command_id)
+        return forward(command_id, body)
+
+    monkeypatch.setattr(relay._client, "forward", counted)
+    assert [relay.work() for _ in range(7)] == [1.0, 2.0, 4.0, 8.0, 15.0, 15.0, 15.0]
+    assert len(sent) == 25 + 6 * 10
+    embedded.worker()
+    eventually(lambda: relay.work() == 0.5, what="an answer")
+    embedded.ended(*names[:10])
+    eventually(lambda: relay.work() == 0.5 and relay.outbox.counts()["waiting"] == 0, what="all answers")
+    embedded.ended(*names)
+    assert runs(embedded) == 25
+    relay.finish()
+
+
 def test_the_command_relays_until_it_is_told_to_stop(embedded, shop, tmp_path):
     url, engine = shop
     embedded.worker()

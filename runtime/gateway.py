@@ -173,10 +173,11 @@ class Gateway:
         if ruling is not None:
             is_fresh = False
         elif self._is_settled(hearing.call) or self._is_prepared(tool, hearing):
-            ruling, is_fresh = Ruling(ALLOW), False  # of a time before there were policies
+            ruling, is_fresh = Ruling(ALLOW), False  # nothing was asked of it
         else:
             ruling, is_fresh = self._ruled(tool, arguments), True
-            if ruling.version or ruling.verdict != ALLOW:
+            # That a call may simply be made is not kept: it is made now, or judged again.
+            if ruling.verdict != ALLOW or ruling.mask or (ruling.version and tool.prepare_phase is not None):
                 self._record(hearing, ruling)
         if ruling.verdict == DENY:
             raise _denied(tool, ruling)

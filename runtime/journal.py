@@ -61,7 +61,6 @@ from keepstep.store.engine import Store
 from keepstep.store.leases import Fence
 from keepstep.store.undoing import SUFFIX
 
-
 _MAY_HAVE_HAPPENED = "may_have_happened"
 
 

@@ -64,6 +64,30 @@ def test_an_edit_that_others_approved_as_it_was_is_kept_as_it_ran(deploy, tmp_pa
     assert detail["arguments"] == d.approvals(None)[-1].context["digest"]
 
 
+def test_what_an_edit_changed_is_not_approved_by_who_saw_it_before(deploy):
+    """What `prepare` returns is another thing on a re-run: its approval is of what it returned before."""
+    outside, prepared = Outside(), iter(["100.00", "9000.00"])
+
+    @tool("pay", approve=True)
+    def pay(order: str, amount: Decimal) -> str:
+        outside.calls.append(("pay", amount))
+        return "paid"
+
+    @pay.prepare(idempotent=True)
+    def _(order, amount):
+        return {"order": order, "amount": next(prepared)}
+
+    d = deploy(acts(lambda ctx: ctx.call(pay, LARGE)))
+    d.start()
+    d.drain()
+    d.decide()
+    # As a restored backup would: what was prepared is forgotten, and prepared again.
+    d.execute("DELETE FROM keepstep_effect WHERE name = 'pay.prepare'")
+    assert d.drain() == "waiting"
+    assert outside.calls == []
+    assert d.approvals()[0].arguments["amount"] == {"$": "decimal", "v": "9000.00"}
+
+
 def test_a_new_version_asks_nobody_about_a_call_that_was_made(deploy):
     outside = Outside()
     made = {"version": "1"}
@@ -122,9 +146,7 @@ def test_a_new_version_is_not_called_on_the_word_about_the_old_one_also_without_
     policies = tmp_path / "p.cedar"
     policies.write_text('@id("asks") @approve("") permit(principal, action, resource);')
     made = {"version": "1"}
-    d = deploy(
-        acts(lambda ctx: ctx.call(paying(outside, version=made["version"]), LARGE)), policies=str(policies)
-    )
+    d = deploy(acts(lambda ctx: ctx.call(paying(outside, version=made["version"]), LARGE)), policies=str(policies))
     d.start()
     d.drain()
     d.decide()
@@ -174,7 +196,8 @@ def even(amount: int) -> int:
 @pytest.mark.parametrize("unfit", ["edited", "prepared"])
 def test_what_does_not_fit_after_it_was_prepared_is_cancelled_for_good(deploy, unfit, monkeypatch):
     outside = Outside()
-    monkeypatch.setitem(_CHECK, "on", True)  # noqa: FBT003  a dict's item
+    monkeypatch.setitem(_CHECK, "on", True)
+
     @tool(approve=True)
     def pay(amount: Annotated[int, AfterValidator(even)]) -> None:
         outside.calls.append(("pay", amount))

@@ -123,9 +123,7 @@ def test_an_idempotent_execution_that_was_killed_is_called_again_whatever_polici
 
 def test_an_idempotent_execution_that_is_known_to_have_failed_is_cancelled(deploy):
     outside = Outside()
-    transfer = holding(
-        outside, [Declined("no"), Declined("no")], idempotent=True, retry=Retry(attempts=2, delay=0)
-    )
+    transfer = holding(outside, [Declined("no"), Declined("no")], idempotent=True, retry=Retry(attempts=2, delay=0))
 
     def body(ctx):
         with pytest.raises(CallCancelled):

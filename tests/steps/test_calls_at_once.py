@@ -1,0 +1,84 @@
+"""Calls at once that people must approve: asked about together, and none of them is lost or makes the others fail."""
+
+from __future__ import annotations
+
+import asyncio
+from concurrent.futures import ThreadPoolExecutor
+
+import pytest
+
+from keepstep import tool
+from tests.steps.agents import Outside, acts
+
+COUNT = 5
+
+
+async def by_gather(ctx, pay):
+    return await asyncio.gather(*(ctx.call(pay, {"order": str(n)}) for n in range(COUNT)))
+
+
+async def by_task_group(ctx, pay):
+    async with asyncio.TaskGroup() as group:
+        tasks = [group.create_task(ctx.call(pay, {"order": str(n)})) for n in range(COUNT)]
+    return [task.result() for task in tasks]
+
+
+def in_threads(ctx, pay):
+    with ThreadPoolExecutor(COUNT) as pool:
+        return list(pool.map(lambda n: ctx.call(pay, {"order": str(n)}), range(COUNT)))
+
+
+@pytest.mark.parametrize("at_once", [by_gather, by_task_group, in_threads])
+def test_all_are_asked_about_together(deploy, at_once):
+    outside = Outside()
+
+    @tool(approve=True)
+    def pay(order: str) -> str:
+        outside.calls.append(order)
+        return order
+
+    d = deploy(acts(lambda ctx: at_once(ctx, pay), asynchronous=at_once is not in_threads))
+    d.start()
+    assert d.drain() == "waiting"
+    asked = d.approvals()
+    assert sorted(each.arguments["order"] for each in asked) == ["0", "1", "2", "3", "4"]
+    for each in asked:
+        d.decide(approval=each.id)
+    assert d.drain() == "done"
+    assert d.values()["log"] == [["0", "1", "2", "3", "4"]]
+    assert sorted(outside.calls) == ["0", "1", "2", "3", "4"]
+    assert len(d.approvals(None)) == COUNT
+
+
+@pytest.mark.parametrize("at_once", [by_gather, by_task_group])
+def test_a_call_that_was_made_beside_a_question_is_no_other_way(deploy, at_once):
+    """Call 0 needs nobody, the others need approval, and parking on the first of them does not pass call 0 over."""
+    outside = Outside()
+
+    def asks(ctx):
+        @tool("pay")
+        def free(order: str) -> str:
+            outside.calls.append(order)
+            return order
+
+        @tool("pay", approve=True)
+        def asked(order: str) -> str:
+            outside.calls.append(order)
+            return order
+
+        class Each:
+            """A context whose call 4 is of a tool that needs nobody."""
+
+            def call(self, _tool, given):
+                return ctx.call(free if given["order"] == "4" else asked, given)
+
+        return at_once(Each(), None)
+
+    d = deploy(acts(asks, asynchronous=True))
+    d.start()
+    for left in range(COUNT - 1, 0, -1):
+        assert d.drain() == "waiting"
+        assert len(d.approvals()) == left
+        d.decide()
+    assert d.drain() == "done"
+    assert sorted(outside.calls) == ["0", "1", "2", "3", "4"]

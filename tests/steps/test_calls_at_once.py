@@ -48,37 +48,3 @@ def test_all_are_asked_about_together(deploy, at_once):
     assert d.values()["log"] == [["0", "1", "2", "3", "4"]]
     assert sorted(outside.calls) == ["0", "1", "2", "3", "4"]
     assert len(d.approvals(None)) == COUNT
-
-
-@pytest.mark.parametrize("at_once", [by_gather, by_task_group])
-def test_a_call_that_was_made_beside_a_question_is_no_other_way(deploy, at_once):
-    """Call 0 needs nobody, the others need approval, and parking on the first of them does not pass call 0 over."""
-    outside = Outside()
-
-    def asks(ctx):
-        @tool("pay")
-        def free(order: str) -> str:
-            outside.calls.append(order)
-            return order
-
-        @tool("pay", approve=True)
-        def asked(order: str) -> str:
-            outside.calls.append(order)
-            return order
-
-        class Each:
-            """A context whose call 4 is of a tool that needs nobody."""
-
-            def call(self, _tool, given):
-                return ctx.call(free if given["order"] == "4" else asked, given)
-
-        return at_once(Each(), None)
-
-    d = deploy(acts(asks, asynchronous=True))
-    d.start()
-    for left in range(COUNT - 1, 0, -1):
-        assert d.drain() == "waiting"
-        assert len(d.approvals()) == left
-        d.decide()
-    assert d.drain() == "done"
-    assert sorted(outside.calls) == ["0", "1", "2", "3", "4"]

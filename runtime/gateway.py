@@ -32,7 +32,7 @@ from keepstep.errors import (
 )
 from keepstep.runtime.faults import text_of
 from keepstep.runtime.journal import Call, Journal, may_have_happened
-from keepstep.runtime.performing import Doing, Procedure, once
+from keepstep.runtime.performing import ASKED, Doing, Procedure, once
 from keepstep.runtime.place import Place
 from keepstep.runtime.policies import Policies, PolicyRequest
 from keepstep.runtime.policy import NO_RETRY, Retry
@@ -100,6 +100,7 @@ class Gateway:
         tool = self.tool(named)
         arguments = tool.arguments.checked(given)
         with self._heard(tool, arguments, key) as hearing:
+            yield ASKED
             ruling, is_fresh = self._first_ruling(tool, hearing, arguments)
             if tool.prepare_phase is not None:
                 return (yield from self._in_two_phases(tool, tool.prepare_phase, hearing, ruling, arguments))

@@ -8,7 +8,7 @@ from concurrent.futures import ThreadPoolExecutor
 import pytest
 
 from keepstep import tool
-from tests.steps.agents import Outside, acts
+from tests.steps.agents import AGAIN, Outside, acts
 
 COUNT = 5
 
@@ -48,3 +48,29 @@ def test_all_are_asked_about_together(deploy, at_once):
     assert d.values()["log"] == [["0", "1", "2", "3", "4"]]
     assert sorted(outside.calls) == ["0", "1", "2", "3", "4"]
     assert len(d.approvals(None)) == COUNT
+
+
+def effects_by_gather(ctx, pay):
+    return asyncio.gather(*(ctx.effect(pay.execution.function, str(n)) for n in range(COUNT)))
+
+
+@pytest.mark.parametrize("at_once", [by_gather, by_task_group, effects_by_gather])
+def test_what_was_made_before_is_not_passed_over_by_those_that_are_faster(deploy, at_once):
+    """In the first attempt one call fails and the others are made; in the second all of them are asked for again."""
+    outside, refusals = Outside(), [ValueError()]
+
+    @tool
+    async def pay(order: str) -> str:
+        if order == "0" and refusals:
+            raise refusals.pop()
+        outside.calls.append(order)
+        return order
+
+    async def body(ctx):
+        return await at_once(ctx, pay)
+
+    d = deploy(acts(body, asynchronous=True, retry=AGAIN))
+    d.start()
+    assert d.drain() == "done"
+    assert d.values()["log"] == [["0", "1", "2", "3", "4"]]
+    assert sorted(outside.calls) == ["0", "1", "2", "3", "4"]

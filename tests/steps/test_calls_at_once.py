@@ -24,8 +24,9 @@ async def by_task_group(ctx, pay):
 
 
 def in_threads(ctx, pay):
-    with ThreadPoolExecutor(COUNT) as pool:
-        return list(pool.map(lambda n: ctx.call(pay, {"order": str(n)}), range(COUNT)))
+    with ThreadPoolExecutor(COUNT) as pool:  # its end waits for all of them, whichever parks first
+        calls = [pool.submit(ctx.call, pay, {"order": str(n)}) for n in range(COUNT)]
+        return [each.result() for each in calls]
 
 
 @pytest.mark.parametrize("at_once", [by_gather, by_task_group, in_threads])

@@ -408,7 +408,7 @@ class AsyncContext(_Facts):
     ) -> R:
         """Call a function or coroutine function that reaches outside, once; see `Context.effect`."""
         procedure = performing.effect(self._attempt.journal, fn, args, kwargs, key)
-        return await self._acting(performing.perform_async(procedure))
+        return await self._acting(performing.perform_async(procedure, asks_first=True))
 
     async def model(
         self,
@@ -472,7 +472,8 @@ class AsyncContext(_Facts):
 
     async def call(self, tool: Tool[..., Any] | str, arguments: Mapping[str, Any], /, *, key: str | None = None) -> Any:
         """Call a tool through the gateway, once; see `Context.call`. Its functions may be plain or async."""
-        return await self._acting(performing.perform_async(self._attempt.gateway.call(tool, arguments, key)))
+        procedure = self._attempt.gateway.call(tool, arguments, key)
+        return await self._acting(performing.perform_async(procedure, asks_first=True))
 
     async def secret(self, ref: str, /) -> Secret:
         """Return a secret; see `Context.secret`."""

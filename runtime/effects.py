@@ -42,6 +42,8 @@ class EffectDeclaration:
     """What the journal calls the function that undoes it (see `undos`); None: nothing does."""
     timeout_seconds: float | None = None
     """Of one call; None: the node's own time alone."""
+    repeatable: bool = False
+    """Whether it is at risk, with an intent, and still called again while nobody knows whether it happened."""
     counted: bool = False
     """Whether failures are recorded, and so how many calls were made, although it may safely happen twice."""
 

@@ -185,7 +185,7 @@ def _outcome_of(error: BaseException, node_run: NodeRun, attempt: Attempt, timeo
             except StepError as left_open:
                 return _failed(node_run, left_open, attempt)
             node_run.events[:] = attempt.events
-            return Waiting(error.waits)
+            return Waiting(attempt.waits.with_those_beside(error.waits))
         case ThreadBlocked() | PutOff():
             return _held_up(node_run, error, attempt)
         case DatabaseUnavailable():
@@ -306,13 +306,27 @@ async def _in_time(body: Any, seconds: float, attempt: Attempt) -> object:
         if limit.expired():
             raise NodeOverdue from None
         raise
+    except Parked:
+        await _acted(attempt)
+        raise
     except BaseExceptionGroup as group:
-        raise ungrouped(group) from group
+        error = ungrouped(group)
+        if isinstance(error, Parked):
+            await _acted(attempt)
+        raise error from group
     finally:
         attempt.close()
         # What was begun beside the node's last line ends with it: two attempts never act at once.
-        while attempt.acting:
-            await asyncio.wait(attempt.acting)
+        await _acted(attempt)
+
+
+async def _acted(attempt: Attempt) -> None:
+    """Wait for what the node has asked for and does not wait for any more.
+
+    Before a node parks, too: what it asked for beside the wait is asked for, as far as it was in an earlier attempt.
+    """
+    while attempt.acting:
+        await asyncio.wait(attempt.acting)
 
 
 def event_loop() -> asyncio.Runner:

@@ -12,7 +12,7 @@ import random
 import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
-from typing import Any
+from typing import Any, NoReturn
 
 from keepstep.errors import (
     CallCancelled,
@@ -31,8 +31,8 @@ from keepstep.errors import (
     UnknownTool,
 )
 from keepstep.runtime.faults import text_of
-from keepstep.runtime.journal import Call, Journal
-from keepstep.runtime.performing import Doing, Procedure, once
+from keepstep.runtime.journal import Call, Journal, may_have_happened
+from keepstep.runtime.performing import ASKED, Doing, Procedure, once
 from keepstep.runtime.place import Place
 from keepstep.runtime.policies import Policies, PolicyRequest
 from keepstep.runtime.policy import NO_RETRY, Retry
@@ -45,6 +45,7 @@ from keepstep.runtime.toolarguments import Arguments
 from keepstep.runtime.tools import Phase, Tool
 from keepstep.runtime.waits import Decision, Question, WaitBook
 from keepstep.store import effects as stored
+from keepstep.store.effects import EffectState
 
 MASKED = "(masked)"
 """Stands for an argument that policies mask, in what people see and edit."""
@@ -99,6 +100,7 @@ class Gateway:
         tool = self.tool(named)
         arguments = tool.arguments.checked(given)
         with self._heard(tool, arguments, key) as hearing:
+            yield ASKED
             ruling, is_fresh = self._first_ruling(tool, hearing, arguments)
             if tool.prepare_phase is not None:
                 return (yield from self._in_two_phases(tool, tool.prepare_phase, hearing, ruling, arguments))
@@ -112,21 +114,36 @@ class Gateway:
         self, tool: Tool[..., Any], prepare: Phase, hearing: Hearing, ruling: Ruling, arguments: dict[str, Any]
     ) -> Procedure[Any]:
         """Prepare, ask, execute, commit; or cancel what was prepared."""
-        prepared = yield from self._prepared(tool, prepare, hearing, arguments)
+        returned = yield from self._prepared(tool, prepare, hearing, arguments)
+        prepared = arguments
         try:
+            prepared = _fitting(tool, returned, arguments)
             admitted = self._admitted(tool, hearing, ruling, prepared, is_fresh=False)
-            result = yield from self._executed(tool, hearing, admitted)
         except (CallRefused, CallCancelled):
             yield from self._finished(tool, tool.cancel_phase, hearing, prepared)
             raise
+        except ToolArguments as error:
+            yield from self._cancelled(tool, hearing, ruling, prepared, error)
+        try:
+            result = yield from self._executed(tool, hearing, admitted)
         except _Failed as failed:
-            reason = text_of(failed.error, self.journal.masker.text)
-            hearing.add(replace(ruling, verdict=FAILED, reason=reason), "call_cancelled")
-            yield from self._finished(tool, tool.cancel_phase, hearing, prepared)
-            raise _cancelled(tool, reason) from failed.error
+            yield from self._cancelled(tool, hearing, ruling, prepared, failed.error)
         outcome = {"result": result} if tool.commit_phase is not None and "result" in tool.commit_phase.takes else {}
         yield from self._finished(tool, tool.commit_phase, hearing, {**admitted.arguments, **outcome})
         return result
+
+    def _cancelled(
+        self, tool: Tool[..., Any], hearing: Hearing, ruling: Ruling, prepared: dict[str, Any], error: Exception
+    ) -> Procedure[NoReturn]:
+        """Cancel what was prepared, for good; nothing is cancelled of what was executed, or may have been."""
+        if self._is_settled(hearing.call):
+            raise error from error.__cause__
+        reason = text_of(error, self.journal.masker.text)
+        if ruling.verdict != FAILED:
+            # Written down first: what is cancelled is not executed any more, whatever fits or works by then.
+            hearing.add(replace(ruling, verdict=FAILED, reason=reason), "call_cancelled")
+        yield from self._finished(tool, tool.cancel_phase, hearing, prepared)
+        raise _cancelled(tool, reason) from error
 
     # --- 1. which tool, which call ---
 
@@ -157,10 +174,11 @@ class Gateway:
         if ruling is not None:
             is_fresh = False
         elif self._is_settled(hearing.call) or self._is_prepared(tool, hearing):
-            ruling, is_fresh = Ruling(ALLOW), False  # of a time before there were policies
+            ruling, is_fresh = Ruling(ALLOW), False  # nothing was asked of it
         else:
             ruling, is_fresh = self._ruled(tool, arguments), True
-            if ruling.version or ruling.verdict != ALLOW:
+            # That a call may simply be made is not kept: it is made now, or judged again.
+            if ruling.verdict != ALLOW or ruling.mask or (ruling.version and tool.prepare_phase is not None):
                 self._record(hearing, ruling)
         if ruling.verdict == DENY:
             raise _denied(tool, ruling)
@@ -197,9 +215,9 @@ class Gateway:
         return phase is not None and self.journal.state(f"{phase.declared.name}:{hearing.suffix}") is not None
 
     def _is_settled(self, call: Call) -> bool:
-        """Tell whether a call was made, or begun: nobody is asked about it any more."""
+        """Tell whether a call was made, or may have been: nobody is asked about it any more."""
         known = self.journal.state_of(call)
-        return known is not None and known.state != stored.FAILED
+        return known is not None and (known.state != stored.FAILED or may_have_happened(known))
 
     # --- 3. people ---
 
@@ -215,16 +233,23 @@ class Gateway:
         admitted = _Admitted(arguments, ruling)
         for _ in range(_ROUNDS_MAX):
             if ruling.verdict == APPROVE and not any(each.covers(ruling) for each in approved):
-                asked = admitted
-                admitted = self._approved(tool, hearing, ruling, asked.arguments)
+                ended = hearing.ahead()
+                if ended is not None and ended.verdict == FAILED:  # before anybody was asked
+                    raise _cancelled(tool, ended.reason)
+                before = admitted
+                admitted = self._approved(tool, hearing, ruling, before.arguments)
                 # Who approved something else has not approved this.
                 approved = [ruling] if admitted.asked is not None else [*approved, ruling]
+                if before.asked is not None:  # edited before, and approved as it was then: edited all the same
+                    admitted = replace(admitted, asked=before.asked)
                 is_fresh = False
             following = hearing.next()
             if following is None:
                 if is_fresh or self._is_settled(hearing.call):
                     return admitted
                 following = self._ruled(tool, admitted.arguments)
+                if following.verdict == ALLOW and approved and not any(map(following.is_of_version, approved)):
+                    following = approved[-1].once_more(following)  # what was approved is another version
                 is_enough = any(each.covers(following) for each in approved)
                 if following.verdict == ALLOW or (following.verdict == APPROVE and is_enough):
                     return replace(admitted, ruling=following)
@@ -244,7 +269,7 @@ class Gateway:
             seen,
             context={
                 "tool": tool.name,
-                "version": tool.version,
+                "version": ruling.tool_version,
                 "risk": tool.risk,
                 "scopes": list(tool.scopes),
                 "policies": list(ruling.policies),
@@ -257,7 +282,8 @@ class Gateway:
             schema=_editable(tool.arguments, mask),
             bound={
                 "tool": tool.name,
-                "version": tool.version,
+                # Not the tool's by now: another version gets a ruling of its own, unless the call was made.
+                "version": ruling.tool_version,
                 "call": hearing.call.key.call,
                 "arguments": digest,
                 # Whom it was asked of is part of the answer: a ruling that asks others gets one of its own.
@@ -306,24 +332,22 @@ class Gateway:
 
     def _prepared(
         self, tool: Tool[..., Any], prepare: Phase, hearing: Hearing, arguments: dict[str, Any]
-    ) -> Procedure[dict[str, Any]]:
+    ) -> Procedure[Any]:
         try:
-            returned = yield from self._handled(tool, prepare, hearing, arguments, tool.retry or NO_RETRY)
+            return (yield from self._handled(tool, prepare, hearing, arguments, tool.retry or NO_RETRY))
         except _Failed as failed:
             raise failed.error from failed.error.__cause__
-        if returned is None:
-            return arguments
-        try:
-            return tool.arguments.checked(returned)
-        except ToolArguments as error:
-            message = f"what {tool.name}.prepare returned is not what is to be executed: {error.message}"
-            raise ToolArguments(message) from None
 
     def _finished(
         self, tool: Tool[..., Any], phase: Phase | None, hearing: Hearing, arguments: dict[str, Any]
     ) -> Procedure[None]:
         """Commit or cancel, where the tool does: tried again until it is done, or the node gets its error."""
         if phase is None:
+            return
+        known = self.journal.state(f"{phase.declared.name}:{hearing.suffix}")
+        if known is not None and known.state == stored.DONE:
+            # Done is done, also when a later release reads what was prepared in another way.
+            self.journal.release(self.journal.identify(phase, (), arguments, hearing.suffix))
             return
         try:
             yield from self._handled(tool, phase, hearing, arguments, tool.retry or _FINISHING)
@@ -355,6 +379,8 @@ class Gateway:
         if self._is_recorded(call):
             return (yield from once(self.journal, self.journal.open(call), Doing(phase.function)))
         secrets = self._secrets(tool)
+        if secrets:  # which the journal did not know when it took the arguments
+            call.codec.encode(dict(arguments), path=f"${call.declared.name}")
         doing = Doing(phase.function, (), dict(arguments), tool.timeout_seconds)
         known = self.journal.state_of(call)
         is_begun = known is not None and known.state == stored.INTENT
@@ -362,12 +388,13 @@ class Gateway:
         while True:
             if not is_begun:  # what was begun has had its turn
                 self._wait_for_turn(tool, limits)
+            before = self.journal.state_of(call)
             try:
                 return (yield from _with_secrets(once(self.journal, begin(call), doing), secrets))
             except _NOT_OF_THE_CALL:
                 raise
             except Exception as error:  # noqa: BLE001  a tool may raise anything
-                time.sleep(self._seconds_until_again(tool, call, error, retry))
+                time.sleep(self._seconds_until_again(tool, call, before, error, retry))
             is_begun, begin = False, self.journal.reopen
 
     def _is_recorded(self, call: Call) -> bool:
@@ -385,14 +412,16 @@ class Gateway:
                 message = f"tool {tool.name!r} is not to be called{of} now: called in {seconds:.0f} s"
                 self.journal.put_off(message, seconds)
 
-    def _seconds_until_again(self, tool: Tool[..., Any], call: Call, error: Exception, retry: Retry) -> float:
+    def _seconds_until_again(
+        self, tool: Tool[..., Any], call: Call, before: EffectState | None, error: Exception, retry: Retry
+    ) -> float:
         """Return how long to wait before a call that failed is made again.
 
         Raises `_Failed` when it is not made again, `PutOff` when it is and not soon.
         """
         known = self.journal.state_of(call)
-        if known is None or known.state != stored.FAILED:
-            raise error  # nothing was called
+        if known is None or known is before or known.state != stored.FAILED:
+            raise error  # nothing was called, or what came of it could not be recorded: that is no failure of the call
         seconds = retry_after(error, known.calls)
         if seconds is not None:
             self.rates.hold_off(self.place.tenant, tool.name, seconds)
@@ -407,6 +436,17 @@ class Gateway:
             message = f"tool {tool.name!r} failed ({known.calls} of {retry.attempts} calls: {reason})"
             self.journal.put_off(f"{message}: called again in {seconds:.0f} s", seconds)
         return seconds
+
+
+def _fitting(tool: Tool[..., Any], returned: Any, arguments: dict[str, Any]) -> dict[str, Any]:
+    """Return the arguments as `prepare` returned them; raise `ToolArguments` when they are not the tool's."""
+    if returned is None:
+        return arguments
+    try:
+        return tool.arguments.checked(returned)
+    except ToolArguments as error:
+        message = f"what {tool.name}.prepare returned is not what is to be executed: {error.message}"
+        raise ToolArguments(message) from None
 
 
 def _with_secrets(procedure: Procedure[Any], secrets: Mapping[str, Secret]) -> Procedure[Any]:

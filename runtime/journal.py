@@ -61,6 +61,8 @@ from keepstep.store.engine import Store
 from keepstep.store.leases import Fence
 from keepstep.store.undoing import SUFFIX
 
+_MAY_HAVE_HAPPENED = "may_have_happened"
+
 
 @dataclass(frozen=True, slots=True)
 class Recorded:
@@ -137,6 +139,8 @@ class Journal:
         self._is_stale = False
         self._found: dict[str, EffectState] | None = None if load else {}
         self._opened: set[str] = set()
+        self._doubtful: set[str] = set()
+        """Repeatable calls that may have happened before they were known to have failed."""
         self._ids: CallIds[EffectDeclaration] = CallIds("an effect key", EffectConflict)
         self._blocked: ThreadBlocked | PutOff | None = None
         self.beside: Callable[[str], None] = lambda _before: None
@@ -262,7 +266,9 @@ class Journal:
             if found.state == journal.GIVEN_UP:
                 message = f"effect {found.name!r} was given up by {found.resolved_by}: {_reason(found)}"
                 raise EffectGivenUp(message)
-            if found.state == journal.INTENT and not declared.idempotent:
+            if declared.repeatable and (found.state == journal.INTENT or may_have_happened(found)):
+                self._doubtful.add(call.key.call)
+            elif found.state == journal.INTENT and not declared.idempotent:
                 if declared.lookup is None:
                     self._unknown(found)
                 return Lookup(call, found, declared.lookup, *call.asking)
@@ -304,8 +310,19 @@ class Journal:
         )
         if not begun:
             return self._said_meanwhile(call)
+        self._begun_now(call)
         reach("after_intent", call.key.call)
         return call
+
+    def _begun_now(self, call: Call) -> None:
+        """Remember an intent: until its outcome is recorded, what an earlier call of it came to is not known of it."""
+        known, name = self._known(), call.declared.name
+        with self._lock:
+            before = known.get(call.key.call)
+            calls = 0 if before is None else before.calls
+            known[call.key.call] = EffectState(
+                call.key.call, name, journal.INTENT, 1, call.digest, None, None, self._fence.nonce, calls
+            )
 
     def _recorded(self, call: Call, found: EffectState) -> Recorded:
         try:
@@ -449,7 +466,9 @@ class Journal:
         goes to `looked_up`, `NOT_DONE` to `not_done`), else `EffectUnknown` is raised.
         """
         with undisturbed():
-            if call.declared.idempotent or not is_lost(error):
+            if call.declared.repeatable and is_lost(error):
+                self._doubtful.add(call.key.call)
+            if call.declared.idempotent or call.declared.repeatable or not is_lost(error):
                 self._failed(call, error)
                 return None
             self._lost(call)
@@ -483,7 +502,8 @@ class Journal:
             )
 
     def _failed(self, call: Call, error: BaseException) -> None:
-        text = error_text(described(error, masker=self.masker))
+        doubt = {_MAY_HAVE_HAPPENED: True} if call.key.call in self._doubtful else {}
+        text = error_text({**described(error, masker=self.masker), **doubt})
         if call.declared.counted and call.declared.idempotent:
             self._store.patiently(
                 lambda: journal.count_failure(
@@ -501,7 +521,7 @@ class Journal:
             self._store.patiently(
                 lambda: journal.finish(self._store, self._fence.nonce, call.key, state=journal.FAILED, error=text)
             )
-        self._ended(call, journal.FAILED, None)
+        self._ended(call, journal.FAILED, None, error=text)
 
     def check_settled(self) -> None:
         """Raise `EffectUnknown` when this attempt left an effect at risk without an outcome, whoever caught why."""
@@ -581,14 +601,16 @@ class Journal:
                 self._found = {state.call: state for state in states}
             return self._found
 
-    def _ended(self, call: Call, state: str, result: bytes | None, meta: bytes | None = None) -> None:
+    def _ended(
+        self, call: Call, state: str, result: bytes | None, meta: bytes | None = None, error: str | None = None
+    ) -> None:
         known, name, at_risk = self._known(), call.declared.name, int(not call.declared.idempotent)
         with self._lock:
             self._ids.end(call.key.call)
             calls = 1 if call.key.call not in known else known[call.key.call].calls + 1
             # A second call under the same explicit key in this attempt finds what the first one left.
             known[call.key.call] = EffectState(
-                call.key.call, name, state, at_risk, call.digest, result, None, self._fence.nonce, calls, meta=meta
+                call.key.call, name, state, at_risk, call.digest, result, error, self._fence.nonce, calls, meta=meta
             )
 
     def _same_call(self, found: EffectState, declared: EffectDeclaration, digest: bytes, key: str | None) -> None:
@@ -608,6 +630,13 @@ class Journal:
             f"effect {found.name!r} ({self._step}/{self._run}/{found.call}) was begun by {by} and left no result: it "
             "may have happened"
         )
+
+
+def may_have_happened(found: EffectState) -> bool:
+    """Tell whether a call that failed last, and is repeatable, may have happened in a call before."""
+    with contextlib.suppress(ValueError):
+        return found.error is not None and bool(json.loads(found.error).get(_MAY_HAVE_HAPPENED))
+    return False
 
 
 def _reason(found: EffectState) -> str:

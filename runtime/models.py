@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import contextlib
 import inspect
+import json
 import time
 from collections.abc import AsyncIterable, Callable, Iterator, Sequence
 from dataclasses import dataclass
@@ -77,6 +78,8 @@ def model(
 ) -> Procedure[ModelReply]:
     """Ask a model, once, or return its recorded response."""
     said = _said(options)
+    # Told before the call is paid for: what was received is masked, and this is not.
+    journal.masker.refuse({**said, "name": options.name}, "$ctx.model", json.dumps([options.name, said]).encode())
     begun = journal.begin(call, (request,), {}, options.key, _declaration(call, options.name))
     if isinstance(begun, Recorded):
         return _reply(begun.result, begun.meta, recorded=True)
@@ -227,7 +230,8 @@ def _recorded(
 ) -> ModelReply:
     """Record what was received, and return the reply that is recorded: another attempt's when that one was first."""
     facts = facts_of(request, answer["response"], answer["chunks"])
-    meta = _meta(begun, facts, begun.codec.decode(received.said))
+    # What the request says of its model may hold a secret that only the call has resolved.
+    meta = journal.masker.value(_meta(begun, facts, begun.codec.decode(received.said)))
     before = journal.keep(begun, received.result, begun.codec.encode(meta))
     if spool is not None:
         spool.remove(begun.key.text)

@@ -37,6 +37,15 @@ class Doing:
 Procedure = Generator[Doing, Any, R]
 
 
+def _nothing() -> None:
+    """Do nothing."""
+
+
+ASKED = Doing(_nothing)
+"""Yielded first by a procedure that knows which call it is: whatever is asked for beside it comes to that point, too,
+before anything is begun. Else a call that an earlier attempt made would count as passed over by the faster ones."""
+
+
 # --- procedures ---
 
 
@@ -48,7 +57,13 @@ def effect(
     key: str | None,
 ) -> Procedure[Any]:
     """Call a function that reaches outside, once, or return its recorded result."""
-    begun = journal.begin(function, arguments, named, key)
+    call = journal.identify(function, arguments, named, key)
+    try:
+        yield ASKED
+        begun = journal.reopen(call)
+    except BaseException:
+        journal.end(call)
+        raise
     return (yield from once(journal, begun, Doing(function, arguments, named)))
 
 
@@ -140,11 +155,18 @@ def _overdue(doing: Doing) -> CallTimeout:
     return CallTimeout(f"{name!r} ran longer than its timeout of {doing.seconds:g} s")
 
 
-async def perform_async(procedure: Procedure[R]) -> R:
-    """Run a procedure in an async node: a plain function in a thread, a coroutine on the node's event loop."""
+async def perform_async(procedure: Procedure[R], *, asks_first: bool = False) -> R:
+    """Run a procedure in an async node: a plain function in a thread, a coroutine on the node's event loop.
+
+    `asks_first`: it yields `ASKED` before anything else, which all calls that are made at once do before the first goes
+    on: they are numbered in the order in which the node made them.
+    """
     with contextlib.closing(procedure):
         step: Callable[..., Doing] = procedure.send
         given: Any = None
+        if asks_first:
+            _check_asked(_advanced(step, given))
+            await asyncio.sleep(0)
         while True:
             found = await asyncio.to_thread(_advanced, step, given)
             if isinstance(found, _Ended):
@@ -154,6 +176,11 @@ async def perform_async(procedure: Procedure[R]) -> R:
                 step, given = procedure.send, await _awaited(found)
             except Exception as error:  # noqa: BLE001  the procedure decides what becomes of it
                 step, given = procedure.throw, error
+
+
+def _check_asked(found: Doing | _Ended) -> None:
+    if found is not ASKED:
+        raise TypeError(found)
 
 
 @dataclass(frozen=True, slots=True)

@@ -44,6 +44,8 @@ class Ruling:
     expires_seconds: float | None = None
     mask: tuple[str, ...] = ()
     limits: tuple[tuple[str, str], ...] = ()
+    tool_version: str = ""
+    """The version of the tool that it is about: an approval is of that one."""
 
     @classmethod
     def of(cls, decision: PolicyDecision, tool: Tool[..., Any]) -> Ruling:
@@ -59,6 +61,7 @@ class Ruling:
             owed.expires_seconds,
             owed.mask,
             owed.limits,
+            tool.version,
         )
         if not tool.asks or decision.verdict == DENY:
             return ruling
@@ -71,7 +74,18 @@ class Ruling:
     def covers(self, other: Ruling) -> bool:
         """Tell whether who has approved under this ruling could also approve under the other."""
         everybody_may = not other.to or (bool(self.to) and set(self.to) <= set(other.to))
-        return everybody_may and self.quorum >= other.quorum
+        return everybody_may and self.quorum >= other.quorum and self.tool_version == other.tool_version
+
+    def is_of_version(self, other: Ruling) -> bool:
+        """Tell whether another ruling is about the same version of the tool."""
+        return self.tool_version == other.tool_version
+
+    def once_more(self, following: Ruling) -> Ruling:
+        """Return this demand for an approval, made again of the version that a later ruling is about."""
+        merged = tuple(dict.fromkeys((*self.mask, *following.mask)))
+        return replace(
+            self, version=following.version, tool_version=following.tool_version, mask=merged, limits=following.limits
+        )
 
 
 @effect(idempotent=True, name="keepstep.ruling")
@@ -107,10 +121,15 @@ class Hearing:
 
     def next(self) -> Ruling | None:
         """Return the next ruling that was recorded before; None when there is none."""
+        following = self.ahead()
+        return None if following is None else self._heard(following)
+
+    def ahead(self) -> Ruling | None:
+        """Return what `next` will return."""
         call = self._identified()
         begun = self._journal.open(call)
         if isinstance(begun, Recorded):
-            return self._heard(Ruling(**begun.result))
+            return Ruling(**begun.result)
         self._journal.give_up(call)
         return None
 

@@ -17,6 +17,8 @@ from keepstep.errors import GraphError, ToolArguments
 from keepstep.runtime.fields import StateKey, attempt, problems_of, understood, value_of
 
 _PROBLEMS_SHOWN_MAX = 5
+_NAME_SHOWN_MAX = 80
+"""Characters of a name that a model made up."""
 _VARIADIC = (inspect.Parameter.VAR_POSITIONAL, inspect.Parameter.VAR_KEYWORD)
 
 
@@ -76,8 +78,19 @@ class Arguments:
         if not isinstance(given, Mapping):
             message = f"the arguments of tool {self._tool!r} must be a mapping, not {type(given).__name__}"
             raise ToolArguments(message)
+        try:
+            return self._fitted(given)
+        except RecursionError:
+            message = f"the arguments do not fit tool {self._tool!r}: they are nested too deep"
+            raise ToolArguments(message) from None
+
+    def _fitted(self, given: Mapping[Any, Any]) -> dict[str, Any]:
         known = ", ".join(self._arguments) or "none"
-        problems = [f"$.{name}: unknown argument (known: {known})" for name in given if name not in self._arguments]
+        problems = [
+            f"$.{name!s:.{_NAME_SHOWN_MAX}}: unknown argument (known: {known})"
+            for name in given
+            if name not in self._arguments
+        ]
         values = {name: given[name] for name in self._arguments if name in given}
         missing = [name for name, each in self._arguments.items() if each.is_required and name not in values]
         problems += [f"$.{name}: missing" for name in missing]

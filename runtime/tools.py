@@ -171,6 +171,10 @@ class Tool(Generic[P, R]):
             raise GraphError(message)
         self._check_handler(kind, function)
         setattr(self, f"{kind}_phase", self._phase(function, f"{self.name}.{kind}", **options))
+        executed = self.execution.declared
+        if kind == "prepare" and executed.idempotent:
+            # An intent tells what may have been executed from what may be cancelled.
+            effects.redeclare(self.execution, dataclasses.replace(executed, idempotent=False, repeatable=True))
         return function
 
     def _check_handler(self, kind: str, function: Callable[..., Any]) -> None:

@@ -279,6 +279,15 @@ class WaitBook:
         _check_answered(state)
         return state
 
+    def with_those_beside(self, waits: tuple[NewWait, ...]) -> tuple[NewWait, ...]:
+        """Return new waits with the questions about calls that were asked beside them: people see all of them at once.
+
+        Other waits are numbered in the order in which they are asked for, which is not told by who parked first.
+        """
+        with self._lock:
+            parked = [wait for each in self._unserved for wait in each.waits if wait.occurrence >= _BOUND_FROM]
+        return tuple({wait.occurrence: wait for wait in (*parked, *waits)}.values())
+
     def _loaded(self) -> dict[int, WaitState]:
         if self._found is None:
             with undisturbed():

@@ -46,6 +46,10 @@ _TRANSACTIONS = "tests/steps/test_transactions.py::test_"
 _FOREIGN = "tests/steps/test_foreign_transactions.py::test_"
 _ARTIFACTS = "tests/steps/test_artifacts.py::test_"
 _MODELS = "tests/steps/test_models.py::test_"
+_GATEWAY = "tests/steps/test_gateway.py::test_"
+_TWO_PHASE = "tests/steps/test_two_phase.py::test_"
+_APPROVED = "tests/steps/test_approved_calls.py::test_"
+_IN_DOUBT = "tests/steps/test_calls_in_doubt.py::test_"
 
 MUTANTS = (
     Mutant(
@@ -673,5 +677,138 @@ MUTANTS = (
         "store/artifacts.py",
         (("        if digest_of(data) != digest:\n", "        if not digest:\n"),),
         (_ARTIFACTS + "a_value_that_is_not_what_was_put_there_blocks_the_thread[sqlite-database-changed]",),
+    ),
+    Mutant(
+        "the gateway",
+        "policies are not asked once more before the call",
+        "runtime/gateway.py",
+        (("                if is_fresh or self._is_settled(hearing.call):\n", "                if ruling:\n"),),
+        (_GATEWAY + "a_policy_that_changed_while_people_decided[sqlite]",),
+    ),
+    Mutant(
+        "the gateway",
+        "what was called is judged again",
+        "runtime/gateway.py",
+        (("                if is_fresh or self._is_settled(hearing.call):\n", "                if is_fresh:\n"),),
+        (_GATEWAY + "what_was_called_is_not_judged_again[sqlite]",),
+    ),
+    Mutant(
+        "the gateway",
+        "an approval is not bound to the arguments",
+        "runtime/gateway.py",
+        (
+            ('                "arguments": digest,\n                # Whom', "                # Whom"),
+            ('                "call": hearing.call.key.call,\n', ""),
+        ),
+        (_GATEWAY + "another_amount_on_a_re_run_needs_another_approval[sqlite]",),
+    ),
+    Mutant(
+        "the gateway",
+        "an approval of a prepared call is not bound to what was prepared",
+        "runtime/gateway.py",
+        (('                "arguments": digest,\n                # Whom', "                # Whom"),),
+        (_APPROVED + "what_an_edit_changed_is_not_approved_by_who_saw_it_before[sqlite]",),
+    ),
+    Mutant(
+        "the gateway",
+        "a call that was made is asked about again in another version",
+        "runtime/gateway.py",
+        (
+            (
+                '                "version": ruling.tool_version,\n                "call"',
+                '                "version": tool.version,\n                "call"',
+            ),
+        ),
+        (_APPROVED + "a_new_version_asks_nobody_about_a_call_that_was_made[sqlite]",),
+    ),
+    Mutant(
+        "the gateway",
+        "another version is called on the word about the one before",
+        "runtime/gateway.py",
+        (("if following.verdict == ALLOW and approved and not any", "if not approved and any"),),
+        (_APPROVED + "a_new_version_is_not_called_on_the_word_about_the_old_one_also_without_a_demand[sqlite]",),
+    ),
+    Mutant(
+        "the gateway",
+        "what was edited and then approved is kept as it was asked for first",
+        "runtime/gateway.py",
+        (("                if before.asked is not None:", "                if before is None:"),),
+        (_APPROVED + "an_edit_that_others_approved_as_it_was_is_kept_as_it_ran[sqlite]",),
+    ),
+    Mutant(
+        "the gateway",
+        "what was prepared and then rejected is not cancelled",
+        "runtime/gateway.py",
+        (
+            (
+                "CallCancelled):\n            yield from self._finished(tool, tool.cancel_phase, hearing, prepared)\n",
+                "CallCancelled):\n",
+            ),
+        ),
+        (_TWO_PHASE + "what_is_rejected_is_cancelled_as_it_was_prepared[sqlite]",),
+    ),
+    Mutant(
+        "the gateway",
+        "what may have been executed is cancelled",
+        "runtime/gateway.py",
+        (
+            (
+                "        if self._is_settled(hearing.call):\n            raise error",
+                "        if False:\n            raise error",
+            ),
+        ),
+        (_IN_DOUBT + "an_idempotent_execution_whose_answer_was_lost_is_not_cancelled", "-k", "sqlite"),
+    ),
+    Mutant(
+        "the gateway",
+        "an idempotent execution leaves no intent",
+        "runtime/tools.py",
+        (('        if kind == "prepare" and executed.idempotent:\n', "        if False:\n"),),
+        (
+            _IN_DOUBT + "an_idempotent_execution_that_was_killed_is_called_again_whatever_policies_say_by_now",
+            "-k",
+            "sqlite",
+        ),
+    ),
+    Mutant(
+        "the gateway",
+        "being put off counts as a failure",
+        "runtime/execution.py",
+        (
+            (
+                "        return Retry(error.seconds, node_run.failures, text)\n",
+                "        return Retry(error.seconds, node_run.failures + 1, text)\n",
+            ),
+        ),
+        ("tests/steps/test_put_off_calls.py::test_being_put_off_costs_the_node_none_of_its_attempts",),
+    ),
+    Mutant(
+        "the gateway",
+        "a tool's result is recorded with the secret in it",
+        "runtime/journal.py",
+        (
+            (
+                '        reach("after_call", call.key.call)\n        result = self.masker.value(result)\n',
+                '        reach("after_call", call.key.call)\n',
+            ),
+        ),
+        (_GATEWAY + "a_secret_reaches_the_tool_and_no_table", "-k", "sqlite"),
+    ),
+    Mutant(
+        "the gateway",
+        "arguments are journaled with the tool's secret in them",
+        "runtime/gateway.py",
+        (("        if secrets:  # which", "        if not secrets:  # which"),),
+        (_APPROVED + "a_secret_among_its_arguments_is_not_journaled_before_the_secret_is_known[sqlite]",),
+    ),
+    Mutant(
+        "the gateway",
+        "a model's response is recorded with the secret in it",
+        "runtime/models.py",
+        (
+            ('masker.value({"response": heard.response,', '({"response": heard.response,'),
+            ('masker.value({"response": plain(heard.response),', '({"response": plain(heard.response),'),
+        ),
+        ("tests/steps/test_model_secrets.py::test_a_response_that_waits_in_the_spool_is_masked[sqlite]",),
     ),
 )

@@ -333,9 +333,9 @@ def test_what_prepare_returns_must_be_the_tools_arguments(deploy):
     d = deploy(acts(lambda ctx: ctx.call(transfer, ASKED)))
     d.start()
     assert d.drain() == "failed"
-    assert d.error[0] == "tool_arguments"
-    assert d.error[1].startswith("what transfer.prepare returned is not what is to be executed: ")
-    assert bank.calls == ["prepare"]
+    assert d.error[0] == "call_cancelled"
+    assert "is cancelled: what transfer.prepare returned is not what is to be executed: " in d.error[1]
+    assert bank.seen == [("prepare", "7", Decimal("100.00")), ("cancel", "7", Decimal("100.00"))]
 
 
 # --- killed ---

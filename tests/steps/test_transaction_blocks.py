@@ -207,13 +207,14 @@ def test_a_session_with_a_savepoint_of_its_own_may_roll_back(shop):
 def test_a_disguised_commit_is_noticed(served):
     def body(ctx):
         with ctx.transaction() as conn:
-            conn.exec_driver_sql("SELECT 1; COMMIT")
+            conn.exec_driver_sql("SET LOCAL standard_conforming_strings = off")
+            conn.exec_driver_sql("SELECT 'a\\'b'; COMMIT --'")
 
     d = served(acts(body))
     d.start()
     assert d.drain() == "failed"
     assert d.error[0] == "transaction_refused"
-    assert "'SELECT 1; COMMIT' is not for the block to say: it has ended the transaction" in d.error[1]
+    assert "COMMIT --'\" is not for the block to say: it has ended the transaction" in d.error[1]
     assert transactions(d) == []
 
 

@@ -62,6 +62,7 @@ def test_on_sqlite_nothing_that_was_attached_or_temporary_is_left_to_the_next_bl
         "INSERT INTO sale VALUES (1); COMMIT AND CHAIN",
         "INSERT INTO sale VALUES (1); /* ' */ COMMIT -- ;\n; BEGIN",
         "INSERT INTO sale VALUES (1);END;BEGIN",
+        "SELECT E'a\\'b'; COMMIT; BEGIN --'",
     ],
 )
 def test_a_block_cannot_commit_in_the_middle_and_go_on(served, statement):

@@ -53,7 +53,8 @@ def _seq_or_id(value: object) -> int | str:
     raise PydanticCustomError(kind, text)
 
 
-SeqOrId = Annotated[int | str, PlainValidator(_seq_or_id, json_schema_input_type=int | str)]
+_SeqOrIdShown = Annotated[int, Field(ge=0)] | Annotated[str, StringConstraints(min_length=1, max_length=200)]
+SeqOrId = Annotated[int | str, PlainValidator(_seq_or_id, json_schema_input_type=_SeqOrIdShown)]
 """A checkpoint by its seq or by its id."""
 
 
@@ -250,7 +251,7 @@ class Reply(BaseModel):
 
 
 Command = Start | Decide | SignalMessage | Control | Edit | Resolve
-_MODELS: dict[str, type[Command]] = {
+MODELS: dict[str, type[Command]] = {
     "start": Start,
     "decide": Decide,
     "signal": SignalMessage,
@@ -258,9 +259,10 @@ _MODELS: dict[str, type[Command]] = {
     "edit": Edit,
     "resolve": Resolve,
 }
+"""The model of each verb."""
 
 
-VERBS = tuple(_MODELS)
+VERBS = tuple(MODELS)
 """Every verb."""
 
 
@@ -325,9 +327,9 @@ def _signed(value: dict[str, Any], keys: TrustedKeys | None) -> Received:
 
 def _command(value: dict[str, Any]) -> Command:
     verb = value.get("verb")
-    model = _MODELS.get(verb) if isinstance(verb, str) else None
+    model = MODELS.get(verb) if isinstance(verb, str) else None
     if model is None:
-        _refuse("$.verb", f"one of {', '.join(_MODELS)} is needed")
+        _refuse("$.verb", f"one of {', '.join(MODELS)} is needed")
     try:
         return model.model_validate(value)
     except ValidationError as error:
@@ -421,6 +423,8 @@ _INTRODUCTION = """# Messages
 Every verb of `keepstep.Client` is one JSON message that any language can send through the broker. A worker reads it,
 commits its row in the database, and then answers. A message that was sent is not yet accepted: it is when the reply
 says so. Every command has an id and is idempotent, so a sender that got no reply sends the same message again.
+[asyncapi.json](asyncapi.json) is this contract as an AsyncAPI 3.0 document with JSON schemas, for tools;
+[producers.md](producers.md#from-another-language) has a producer in another language.
 
 ## Envelope
 
@@ -438,7 +442,8 @@ says so. Every command has an id and is idempotent, so a sender that got no repl
 The sender makes its reply queue: durable, with `x-expires` 600000 (ten minutes). On RabbitMQ the queue of commands is a
 quorum queue whose arguments are the deployment's, so others publish to it without declaring it. On Redis and the file
 broker a message is in Kombu's format: a JSON object with `body` (base64), `content-type`, `content-encoding`, `headers`
-and `properties`.
+and `properties` (the schema `KombuMessage`). On Redis a queue is the list of that name: `LPUSH` sends, `BRPOP` takes,
+and the worker that answers gives the list of replies its ten minutes.
 
 ## Signatures
 
@@ -490,19 +495,29 @@ _EXAMPLES: dict[str, dict[str, Any]] = {
 _EXAMPLE_ID = "01jdz8jzmt3n5e7p9a1s4d6f8g"
 
 
+def example(verb: str) -> dict[str, Any]:
+    """Return a command of this verb."""
+    return {"v": VERSION, "verb": verb, "id": _EXAMPLE_ID, "tenant": "default", **_EXAMPLES[verb]}
+
+
+def example_reply(*, refused: bool = False) -> dict[str, Any]:
+    """Return what a worker answers to an example."""
+    if refused:
+        body = reply(_EXAMPLE_ID, error=InvalidMessage("$.graph: Field required"))
+    else:
+        body = reply(_EXAMPLE_ID, thread_id="01jdz8k0b2c4d6e8f0g2h4j6km", run_id="01jdz8k0b3n5p7q9r1s3t5v7wx")
+    answer: dict[str, Any] = json.loads(body)
+    return answer
+
+
 def markdown() -> str:
     """Return docs/messages.md."""
     parts = [_INTRODUCTION]
-    for verb, model in _MODELS.items():
-        example = {"v": VERSION, "verb": verb, "id": _EXAMPLE_ID, "tenant": "default", **_EXAMPLES[verb]}
-        parts.append(f"## Command `{verb}`\n\n{model.__doc__}\n\n{_table(model)}\n{_fenced(example)}")
-    accepted = json.loads(
-        reply(_EXAMPLE_ID, thread_id="01jdz8k0b2c4d6e8f0g2h4j6km", run_id="01jdz8k0b3n5p7q9r1s3t5v7wx")
-    )
-    refused = json.loads(reply(_EXAMPLE_ID, error=InvalidMessage("$.graph: Field required")))
+    for verb, model in MODELS.items():
+        parts.append(f"## Command `{verb}`\n\n{model.__doc__}\n\n{_table(model)}\n{_fenced(example(verb))}")
     parts.append(
         f"## Reply\n\n{Reply.__doc__}\n\n{_table(Reply)}\n`error` has these fields:\n\n{_table(ErrorPart)}\n"
-        f"{_fenced(accepted)}\n{_fenced(refused)}"
+        f"{_fenced(example_reply())}\n{_fenced(example_reply(refused=True))}"
     )
     return "\n".join(parts)
 

@@ -298,9 +298,7 @@ class Journal:
                 self._store,
                 self._fence,
                 call.key,
-                tenant=self._tenant,
-                name=declared.name,
-                arguments_digest=call.digest,
+                **self._about(call),
                 **self._large.placed(self._tenant, call.arguments, "arguments", "arguments_artifact"),
                 seconds=remaining,
                 audit=call.audit,
@@ -409,9 +407,7 @@ class Journal:
                     self._store,
                     self._fence,
                     call.key,
-                    tenant=self._tenant,
-                    name=call.declared.name,
-                    arguments_digest=call.digest,
+                    **self._about(call),
                     audit=call.audit,
                     run_id=self._run_id,
                     **self._placed(stored),
@@ -424,6 +420,10 @@ class Journal:
                 )
             )
         self._ended(call, journal.DONE, stored)
+
+    def _about(self, call: Call) -> dict[str, Any]:
+        """Return what every row about a call says of it."""
+        return {"tenant": self._tenant, "name": call.declared.name, "arguments_digest": call.digest}
 
     def _placed(self, result: bytes) -> dict[str, Any]:
         return self._large.placed(self._tenant, result, "result", "artifact")
@@ -438,9 +438,7 @@ class Journal:
                 self._store,
                 self._fence,
                 call.key,
-                tenant=self._tenant,
-                name=call.declared.name,
-                arguments_digest=call.digest,
+                **self._about(call),
                 meta=meta,
                 **self._placed(result),
             )
@@ -510,9 +508,7 @@ class Journal:
                     self._store,
                     self._fence,
                     call.key,
-                    tenant=self._tenant,
-                    name=call.declared.name,
-                    arguments_digest=call.digest,
+                    **self._about(call),
                     error=text,
                     run_id=self._run_id,
                 )

@@ -10,7 +10,7 @@ from __future__ import annotations
 from dataclasses import dataclass
 from typing import Any, NamedTuple
 
-from sqlalchemy import and_, case, exists, or_, select, update
+from sqlalchemy import ColumnElement, and_, case, exists, or_, select, update
 from sqlalchemy.dialects.postgresql import insert as postgresql_insert
 from sqlalchemy.dialects.sqlite import insert as sqlite_insert
 from sqlalchemy.sql.base import Executable
@@ -62,6 +62,11 @@ class EffectKey:
     def text(self) -> str:
         """The idempotency key."""
         return f"{self.step}/{self.run}/{self.call}"
+
+
+def is_call() -> list[ColumnElement[bool]]:
+    """The condition that a row is that of one call: `thread_id`, `step`, `run`, `call`."""
+    return [effect.c[name] == param(name) for name in ("thread_id", "step", "run", "call")]
 
 
 _OF_RUN = Statement(
@@ -122,10 +127,7 @@ _END = Statement(
     lambda _dialect: (
         update(effect)
         .where(
-            effect.c.thread_id == param("thread_id"),
-            effect.c.step == param("step"),
-            effect.c.run == param("run"),
-            effect.c.call == param("call"),
+            *is_call(),
             effect.c.nonce == param("nonce"),
             effect.c.state == INTENT,
         )
@@ -141,10 +143,7 @@ _END = Statement(
 )
 _STATE_OF = Statement(
     lambda _dialect: select(effect.c.state, effect.c.nonce).where(
-        effect.c.thread_id == param("thread_id"),
-        effect.c.step == param("step"),
-        effect.c.run == param("run"),
-        effect.c.call == param("call"),
+        *is_call(),
     )
 )
 
@@ -227,10 +226,7 @@ class Kept(NamedTuple):
 
 _RECORDED = Statement(
     lambda _dialect: select(*(effect.c[name] for name in EffectState._fields[:-1])).where(
-        effect.c.thread_id == param("thread_id"),
-        effect.c.step == param("step"),
-        effect.c.run == param("run"),
-        effect.c.call == param("call"),
+        *is_call(),
     )
 )
 
@@ -341,10 +337,7 @@ _RETURNED = Statement(
     lambda _dialect: (
         update(effect)
         .where(
-            effect.c.thread_id == param("thread_id"),
-            effect.c.step == param("step"),
-            effect.c.run == param("run"),
-            effect.c.call == param("call"),
+            *is_call(),
             effect.c.nonce == param("nonce"),
             effect.c.state == INTENT,
         )

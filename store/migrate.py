@@ -20,6 +20,7 @@ from keepstep.store.routines import install
 _VERSION_TABLE = "keepstep_schema_version"
 # Two processes that upgrade at once take turns: the second finds nothing left to do.
 _LOCK_KEY = 0x6B656570737465
+_SET_UP_SECONDS = 30.0
 _PATIENT: dict[str, dict[str, Any]] = {"postgresql": {}, "sqlite": {"timeout": 60.0}}
 
 
@@ -126,7 +127,8 @@ def check(store: Store) -> None:
 
 def prepare(store: Store) -> None:
     """Check the schema before work starts; an empty SQLite file, which nobody else can be using yet, is set up."""
-    if store.dialect == "sqlite" and state(store).current is None:
+    # SQLite does not wait for who sets the file up when a connection turns its write-ahead log on: it refuses at once.
+    if store.dialect == "sqlite" and store.patiently(lambda: state(store), seconds=_SET_UP_SECONDS).current is None:
         upgrade(store)
         return
     check(store)

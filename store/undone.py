@@ -8,6 +8,7 @@ from collections import Counter
 from sqlalchemy import exists, func, select, update
 
 from keepstep.store import threads
+from keepstep.store.effects import is_call
 from keepstep.store.engine import Store, Transaction
 from keepstep.store.leases import NUDGE_SECONDS, Fence, Nudge, fence_params, fenced, nudge_columns, released
 from keepstep.store.outcomes import Locked, lock, stopped
@@ -21,10 +22,7 @@ _MARK = Statement(
     lambda _dialect: (
         update(effect)
         .where(
-            effect.c.thread_id == param("thread_id"),
-            effect.c.step == param("step"),
-            effect.c.run == param("run"),
-            effect.c.call == param("call"),
+            *is_call(),
         )
         .values(undone=param("undone"))
     )

@@ -156,7 +156,7 @@ def resolve(
         bool, typer.Option("--not-happened", help="It did not happen: the node calls again, under the same key.")
     ] = False,
     give_up: Annotated[
-        bool, typer.Option("--give-up", help="Neither: the node gets an error, which it may handle.")
+        bool, typer.Option("--give-up", "--fail", help="Neither: the node gets an error, which it may handle.")
     ] = False,
     reason: Reason = None,
     by: By = None,

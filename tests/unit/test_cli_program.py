@@ -393,6 +393,22 @@ def test_ctrl_c_while_nobody_answers(tmp_path):
             {"verb": "resolve", "effect": "x/0/1/n/pay:1", "outcome": "give_up", "reason": "too old", "by": "anna"},
         ),
         (
+            ["resolve", "x/0/1/n/pay:1", "--fail", "--by", "anna"],
+            {"verb": "resolve", "effect": "x/0/1/n/pay:1", "outcome": "give_up", "by": "anna"},
+        ),
+        (
+            ["approve", "a1", "--choice", "7", "--by", "anna"],
+            {"verb": "decide", "approval": "a1", "verdict": "approve", "answer": 7, "by": "anna"},
+        ),
+        (
+            ["delegate", "a1", "bob", "finance", "--by", "anna"],
+            {"verb": "decide", "approval": "a1", "verdict": "delegate", "to": ["bob", "finance"], "by": "anna"},
+        ),
+        (
+            ["request-changes", "a1", "less", "--by", "anna"],
+            {"verb": "decide", "approval": "a1", "verdict": "request_changes", "comment": "less", "by": "anna"},
+        ),
+        (
             ["state", "t", "--set", "a=[1]", "--set", "b=1.50", "--by", "anna"],
             {"verb": "edit", "thread": "t", "values": {"a": [1], "b": "1.50"}, "by": "anna"},
         ),

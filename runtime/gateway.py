@@ -496,7 +496,8 @@ def _rejected(tool: Tool[..., Any], decision: Decision, verdict: str) -> CallRej
         message = f"tool {tool.name!r} was not called: nobody approved it in time"
     else:
         why = f": {decision.comment}" if decision.comment else ""
-        message = f"tool {tool.name!r} was not called: {decision.by} rejected it{why}"
+        did = "asks for changes" if verdict == "request_changes" else "rejected it"
+        message = f"tool {tool.name!r} was not called: {decision.by} {did}{why}"
     return CallRejected(message, verdict=verdict, by=decision.by, comment=decision.comment)
 
 

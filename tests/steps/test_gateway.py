@@ -389,6 +389,26 @@ def test_what_is_rejected_is_not_called(deploy, asynchronous):
     assert (said["tool"], said["approval"], said["by"], said["verdict"]) == ("pay", approval.id, "anna", "reject")
 
 
+def test_changes_that_are_asked_for_are_the_nodes_to_make(deploy):
+    outside = Outside()
+    pay = paying(outside, approve=("finance",))
+
+    def body(ctx):
+        try:
+            return ctx.call(pay, LARGE)
+        except CallRejected as error:
+            return [error.verdict, error.comment, error.message]
+
+    d = deploy(acts(body))
+    d.start()
+    d.drain()
+    d.decide("request_changes", comment="half of it")
+    assert d.drain() == "done"
+    assert outside.calls == []
+    told = "tool 'pay' was not called: anna asks for changes: half of it"
+    assert d.values()["log"] == [["request_changes", "half of it", told]]
+
+
 def test_what_nobody_approves_in_time_is_not_called(timed, clock, policies):
     outside = Outside()
     pay = paying(outside)

@@ -158,6 +158,11 @@ class Outbox:
         with self._reached(), self._engine.connect() as connection:
             return [Refused(*row) for row in connection.execute(looked)]
 
+    def again(self) -> int:
+        """Have everything that was refused sent again; return how many commands that are."""
+        with self._reached(), self._engine.begin() as connection:
+            return connection.execute(update(outbox).where(outbox.c.error.is_not(None)).values(error=None)).rowcount
+
     @contextmanager
     def _reached(self) -> Iterator[None]:
         try:

@@ -29,7 +29,8 @@ _LISTED_MAX = 1000
     example="""\
 keepstep relay postgresql+psycopg2://shop@db/shop
 keepstep relay --once
-keepstep relay --refused""",
+keepstep relay --refused
+keepstep relay --again""",
 )
 def relay(
     session: Session,
@@ -42,6 +43,10 @@ def relay(
         bool, typer.Option("--once", help="Relay what there is and end; exit code 1 when some is left.")
     ] = False,
     refused: Annotated[bool, typer.Option("--refused", help="List the starts that workers refused, and why.")] = False,
+    again: Annotated[
+        bool,
+        typer.Option("--again", help="Have those that were refused sent again, when what was in their way is gone."),
+    ] = False,
     broker: Broker = None,
 ) -> None:
     """Send the starts that producers have written to the table keepstep_outbox of their own database.
@@ -60,10 +65,12 @@ def relay(
     if not given:
         message = "no outbox: name the producers' databases, here or in KEEPSTEP_OUTBOXES"
         raise InvalidSettings(message)
-    logs.configure(logging.WARNING if once or refused else logging.INFO)
+    logs.configure(logging.WARNING if once or refused or again else logging.INFO)
     relays = [Relay(session.settings, url) for url in given]
     try:
-        if refused:
+        if again:
+            _again(session, [each.outbox for each in relays])
+        elif refused:
             _list(session, [each.outbox for each in relays])
         elif once:
             _once(session, relays)
@@ -86,6 +93,15 @@ def _once(session: Session, relays: list[Relay]) -> None:
             session.output.line(f"{shown}: {counts['waiting']} waiting, {counts['refused']} refused")
     if any(counts["waiting"] for counts in left.values()):
         raise typer.Exit(1)
+
+
+def _again(session: Session, outboxes: list[Outbox]) -> None:
+    done = [{"outbox": each.shown, "sent_again": each.again()} for each in outboxes]
+    if session.as_json:
+        session.output.document({"outboxes": done})
+        return
+    for each in done:
+        session.output.line(f"{each['outbox']}: {each['sent_again']} will be sent again")
 
 
 def _list(session: Session, outboxes: list[Outbox]) -> None:

@@ -82,6 +82,12 @@ def test_what_is_refused_stays_with_the_reason(embedded, shop):
     )
     (refused,) = json.loads(ran.stdout)["refused"]
     assert refused["error"]["code"] == "unknown_graph"
+    subprocess.run(
+        [sys.executable, "-m", "keepstep", "relay", "--again", "--json", url],
+        env={**os.environ, "KEEPSTEP_BROKER": embedded.settings.broker},
+        check=True,
+    )
+    eventually(lambda: len(embedded.workers[0].events("start_refused")) == 2, what="a second refusal")
     assert refused["message"]["thread"] == "a"
 
 

@@ -184,6 +184,7 @@ class SimulatedWorker:
             _store=world.store,
             _admission=Admission(world.store, self.graphs),
             _running_max=running_max,
+            _responses=None,  # no model is asked here
             _sweep_at=0.0,
         )
         self.ready = True

@@ -15,10 +15,8 @@ from typing import Any, Protocol
 
 from keepstep.crashpoints import reach
 from keepstep.errors import (
-    Ambiguous,
     Conflict,
     DuplicateRow,
-    NotFound,
     RunInProgress,
     RunUndone,
     TooLarge,
@@ -32,6 +30,7 @@ from keepstep.runtime.children import attended
 from keepstep.runtime.compiled import CompiledGraph
 from keepstep.runtime.decisions import DecideMessage
 from keepstep.runtime.environment import Runtime
+from keepstep.runtime.meant import one_thread
 from keepstep.runtime.outcome import error_text
 from keepstep.runtime.principals import Principal
 from keepstep.store import signals, threads, waits
@@ -274,7 +273,7 @@ def _decide(
 
 def _signal(runtime: Runtime, transaction: Transaction, message: SignalMessage) -> Accepted:
     checked_name("a signal's name", message.name)
-    found = _one_thread(transaction, message)
+    found = one_thread(transaction, message)
     if found.status in ENDED and not found.queued:
         text = f"thread {message.thread!r} is {found.status}: nobody would ever ask for the signal"
         raise WrongStatus(text)
@@ -301,30 +300,11 @@ def _signal(runtime: Runtime, transaction: Transaction, message: SignalMessage) 
     return Accepted(found.id, nudges=[nudge] if nudge else [])
 
 
-def _one_thread(transaction: Transaction, message: SignalMessage | ControlMessage | EditMessage) -> ThreadState:
-    """Return the one thread that a message means, by name or id, locked."""
-    graph, name = message.graph, message.thread
-    found = [
-        thread_id
-        for thread_id, application, agent in threads.named(transaction, message.tenant, name)
-        if thread_id == name or (application == message.application and graph in (None, agent))
-    ]
-    if len(found) > 1:
-        text = f"several graphs have a thread {name!r}: name the graph"
-        raise Ambiguous(text)
-    state = threads.by_id(transaction, found[0]) if found else None
-    if state is None:
-        of_graph = f" of graph {graph!r}" if graph is not None else ""
-        text = f"there is no thread {name!r}{of_graph} in application {message.application!r}"
-        raise NotFound(text)
-    return state
-
-
 # --- control ---
 
 
 def _control(_runtime: Runtime, transaction: Transaction, message: ControlMessage) -> Accepted:
-    found = _one_thread(transaction, message)
+    found = one_thread(transaction, message)
     nudges: list[Nudge] = []
     match message.action:
         case "pause":
@@ -371,7 +351,7 @@ def _refuse_ended(found: ThreadState, what: str, *, but: tuple[str, ...] = ()) -
 
 
 def _edit(runtime: Runtime, transaction: Transaction, message: EditMessage) -> Accepted:
-    found = _one_thread(transaction, message)
+    found = one_thread(transaction, message)
     edited = stateedits.edit(
         runtime, transaction, found, message.values, by=message.by, reason=message.reason, expect=message.expect
     )

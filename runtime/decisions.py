@@ -18,8 +18,9 @@ from keepstep.errors import (
 from keepstep.runtime import edits
 from keepstep.runtime.codec import view
 from keepstep.runtime.environment import Runtime
+from keepstep.runtime.meant import one_thread
 from keepstep.runtime.principals import Principal
-from keepstep.store import threads, waits
+from keepstep.store import waits
 from keepstep.store.engine import Transaction
 from keepstep.store.leases import Nudge
 from keepstep.store.waits import ApprovalState, DecisionState
@@ -116,25 +117,13 @@ def _meant(transaction: Transaction, message: DecideMessage) -> ApprovalState:
 
 
 def _only_one(transaction: Transaction, message: DecideMessage) -> str:
-    name = message.thread or ""
-    found = [
-        thread_id
-        for thread_id, application, agent in threads.named(transaction, message.tenant, name)
-        if thread_id == name or (application == message.application and message.graph in (None, agent))
-    ]
-    if len(found) > 1:
-        text = f"several graphs have a thread {name!r}: name the graph, or the approval"
-        raise Ambiguous(text)
-    if not found:
-        text = f"there is no thread {name!r}"
-        raise NotFound(text)
-    waits.lock_thread(transaction, found[0])
-    asked = waits.open_approvals(transaction, found[0])
+    found = one_thread(transaction, message)
+    asked = waits.open_approvals(transaction, found.id)
     if not asked:
-        text = f"thread {name!r} asks nothing"
+        text = f"thread {found.name!r} asks nothing"
         raise NotFound(text)
     if len(asked) > 1:
-        text = f"thread {name!r} asks {len(asked)} things: say which approval ({', '.join(asked)})"
+        text = f"thread {found.name!r} asks {len(asked)} things: say which approval ({', '.join(asked)})"
         raise Ambiguous(text)
     return asked[0]
 

@@ -216,10 +216,6 @@ class Journal:
         if call.key.call not in self._opened:
             self._ids.end(call.key.call)
 
-    def give_up(self, call: Call) -> None:
-        """Give up a call that was opened and nothing was done of, of an effect that is safe to repeat."""
-        self._ids.end(call.key.call)
-
     def amended(self, call: Call, function: Callable[..., Any], named: Mapping[str, Any]) -> Call:
         """Return a call with other arguments in the place of those that it was identified by."""
         values = by_reference(by_name(function, (), named))
@@ -242,8 +238,7 @@ class Journal:
 
     def put_off(self, message: str, seconds: float) -> NoReturn:
         """Put the node run off, whatever the node makes of it: nothing at risk is begun any more."""
-        self._blocked = PutOff(message, seconds=seconds)
-        raise self._blocked
+        self.hold_up(PutOff(message, seconds=seconds))
 
     def _kept_under_way(self, call: Call, begin: Callable[[], Recorded | Lookup | Call]) -> Recorded | Lookup | Call:
         """Begin a call; unless it is to be made now, it is no longer under way."""
@@ -263,9 +258,7 @@ class Journal:
             self._same_call(found, declared, call.digest, call.explicit_key)
             if found.state == journal.DONE:
                 return self._recorded(call, found)
-            if found.state == journal.GIVEN_UP:
-                message = f"effect {found.name!r} was given up by {found.resolved_by}: {_reason(found)}"
-                raise EffectGivenUp(message)
+            _check_given_up(found)
             if declared.repeatable and (found.state == journal.INTENT or may_have_happened(found)):
                 self._doubtful.add(call.key.call)
             elif found.state == journal.INTENT and not declared.idempotent:
@@ -372,8 +365,7 @@ class Journal:
 
     def _still_may(self, found: EffectState, seconds: float) -> NoReturn:
         message = f"effect {found.name!r} has not happened and still may: asked again in {seconds:.0f} s"
-        self._blocked = EffectPending(message, seconds=seconds)
-        raise self._blocked
+        self.hold_up(EffectPending(message, seconds=seconds))
 
     def not_looked_up(self, lookup: Lookup, error: Exception) -> NoReturn:
         """Give up on a lookup that failed: whether the effect happened stays unknown."""
@@ -549,8 +541,7 @@ class Journal:
                 f"an earlier attempt did {left[0].name!r} ({left[0].call}), which this one has not asked for before "
                 f"{before}: the retry goes another way than the attempt before it"
             )
-            self._blocked = Diverged(message)
-            raise self._blocked
+            self.hold_up(Diverged(message))
         self.beside(before)
 
     # --- transactions (`transactions.py`): effects that are their own record ------------------------------------------
@@ -566,9 +557,7 @@ class Journal:
         found = self._known().get(call.key.call)
         if found is not None:
             self._same_call(found, call.declared, call.digest, call.explicit_key)
-            if found.state == journal.GIVEN_UP:
-                message = f"effect {found.name!r} was given up by {found.resolved_by}: {_reason(found)}"
-                raise EffectGivenUp(message)
+            _check_given_up(found)
         return found
 
     def intend(self, call: Call) -> bool:
@@ -583,7 +572,7 @@ class Journal:
         """Say that a call is not under way any more, whatever became of it."""
         self._ids.end(call.key.call)
 
-    def hold_up(self, error: ThreadBlocked | EffectPending) -> NoReturn:
+    def hold_up(self, error: ThreadBlocked | PutOff) -> NoReturn:
         """Raise an error that is not the node's to decide, now and when the node has ended."""
         self._blocked = error
         raise error
@@ -617,8 +606,7 @@ class Journal:
             raise EffectConflict(message)
 
     def _unknown(self, found: EffectState) -> NoReturn:
-        self._blocked = EffectUnknown(self._told(found))
-        raise self._blocked
+        self.hold_up(EffectUnknown(self._told(found)))
 
     def _told(self, found: EffectState) -> str:
         by = "this attempt" if found.nonce == self._fence.nonce else "an attempt that is gone"
@@ -633,6 +621,12 @@ def may_have_happened(found: EffectState) -> bool:
     with contextlib.suppress(ValueError):
         return found.error is not None and bool(json.loads(found.error).get(_MAY_HAVE_HAPPENED))
     return False
+
+
+def _check_given_up(found: EffectState) -> None:
+    if found.state == journal.GIVEN_UP:
+        message = f"effect {found.name!r} was given up by {found.resolved_by}: {_reason(found)}"
+        raise EffectGivenUp(message)
 
 
 def _reason(found: EffectState) -> str:

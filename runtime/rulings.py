@@ -130,7 +130,7 @@ class Hearing:
         begun = self._journal.open(call)
         if isinstance(begun, Recorded):
             return Ruling(**begun.result)
-        self._journal.give_up(call)
+        self._journal.end(call)
         return None
 
     def add(self, ruling: Ruling, action: str | None = None, detail: Mapping[str, Any] | None = None) -> None:

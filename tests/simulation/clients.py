@@ -8,6 +8,7 @@ from typing import TYPE_CHECKING, Any
 
 from keepstep.runtime.codec import view
 from keepstep.store.schema import UNDONE
+from tests.commands import defaults
 from tests.simulation.agents import CHILD, GRAPHS, Planned
 from tests.simulation.broker import Command
 
@@ -15,19 +16,11 @@ if TYPE_CHECKING:
     from tests.simulation.world import World
 
 _DEFAULTS: dict[str, dict[str, Any]] = {
-    "start": {"application": "default", "step_limit": None, "priority": None, "by": None},
-    "decide": {
-        "application": "default",
-        "graph": None,
-        "thread": None,
-        "arguments": None,
-        "answer": None,
-        "to": None,
-        "comment": None,
-    },
-    "signal": {"graph": None, "application": "default", "key": None, "by": None},
-    "control": {"graph": None, "application": "default", "by": "operator", "reason": None, "step_limit": None},
-    "edit": {"graph": None, "application": "default", "by": "operator", "reason": None, "expect": None},
+    "start": defaults("start"),
+    "decide": defaults("decide"),
+    "signal": defaults("signal"),
+    "control": defaults("control", by="operator"),
+    "edit": defaults("edit", by="operator"),
 }
 _TROUBLES = {
     "chain": ("fail", "refuse", "poison", "slow"),

@@ -23,31 +23,15 @@ from keepstep.store import sweep, workers
 from keepstep.store.engine import Store
 from keepstep.store.leases import Nudge, Owner
 from keepstep.store.schema import metadata
+from tests.commands import defaults
 
 _DEFAULTS: dict[str, dict[str, Any]] = {
-    "start": {
-        "application": "default",
-        "request_id": None,
-        "if_running": "queue",
-        "step_limit": None,
-        "input": {},
-        "priority": None,
-        "by": None,
-    },
-    "decide": {
-        "application": "default",
-        "graph": None,
-        "thread": None,
-        "arguments": None,
-        "answer": None,
-        "to": None,
-        "comment": None,
-        "by": "anna",
-    },
-    "signal": {"application": "default", "graph": None, "payload": None, "key": None, "by": None},
-    "resolve": {"result": None, "reason": None, "by": "anna"},
-    "control": {"application": "default", "graph": None, "by": None, "reason": None, "step_limit": None},
-    "edit": {"application": "default", "graph": None, "by": "anna", "reason": None, "expect": None},
+    "start": defaults("start", input={}),
+    "decide": defaults("decide", by="anna"),
+    "signal": defaults("signal"),
+    "resolve": defaults("resolve", by="anna"),
+    "control": defaults("control"),
+    "edit": defaults("edit", by="anna"),
 }
 
 

@@ -19,6 +19,7 @@ import threading
 import time
 import warnings
 from collections.abc import Iterator
+from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Protocol
 
@@ -232,7 +233,7 @@ class _Link:
 
     def _to_server(self, data: bytes) -> bool:
         self._proxy.open_gate.wait()
-        trap = self._proxy.sprung(data)
+        trap = self._proxy.sprung(self, data)
         if trap == "request":
             return False
         self._reply_is_lost = self._reply_is_lost or trap == "reply"
@@ -259,19 +260,31 @@ class _Link:
         self._proxy.forget(self)
 
 
+@dataclass
+class _Trap:
+    """Which request of which connection is lost."""
+
+    needle: bytes
+    after: bytes
+    """What a connection has sent before, since the trap was set."""
+    end: str
+    armed: set[_Link] = field(default_factory=set)
+
+
 class Proxy:
     """A TCP port on loopback that leads to a server (a unix socket's path or a port) and fails on request.
 
     `cut` drops the connections, `refuse` also turns new ones away, `freeze` carries nothing on until `thaw`, and
-    `lose_reply`/`lose_request` drop the one connection whose next request contains some bytes: after the server has
-    answered it (the caller cannot know whether it was done), or before the server sees it. `lost` is set then.
+    `lose_reply`/`lose_request` drop the one connection whose next request contains some bytes (`after` it has sent
+    others): after the server has answered it (the caller cannot know whether it was done), or before the server sees
+    it. `lost` is set then.
     """
 
     def __init__(self, target: str | int) -> None:
         self._target = target
         self._lock = threading.Lock()
         self._links: set[_Link] = set()
-        self._traps: list[tuple[bytes, str]] = []
+        self._traps: list[_Trap] = []
         self.lost = threading.Event()
         self.open_gate = threading.Event()
         self.open_gate.set()
@@ -310,14 +323,16 @@ class Proxy:
         server.connect(self._target)
         return server
 
-    def sprung(self, data: bytes) -> str | None:
+    def sprung(self, link: _Link, data: bytes) -> str | None:
         """Return which end of the exchange is lost when `data` springs a trap; each trap springs once."""
         with self._lock:
-            for index, (needle, end) in enumerate(self._traps):
-                if needle in data:
+            for index, trap in enumerate(self._traps):
+                if trap.after in data:
+                    trap.armed.add(link)
+                if link in trap.armed and trap.needle in data:
                     del self._traps[index]
                     self.lost.set()
-                    return end
+                    return trap.end
         return None
 
     def forget(self, link: _Link) -> None:
@@ -325,18 +340,18 @@ class Proxy:
         with self._lock:
             self._links.discard(link)
 
-    def lose_reply(self, needle: bytes) -> None:
+    def lose_reply(self, needle: bytes, *, after: bytes = b"") -> None:
         """Let the server do the next request that contains `needle`, and cut before its answer arrives."""
-        self._trap(needle, "reply")
+        self._trap(_Trap(needle, after, "reply"))
 
-    def lose_request(self, needle: bytes) -> None:
+    def lose_request(self, needle: bytes, *, after: bytes = b"") -> None:
         """Cut the connection of the next request that contains `needle`, before the server sees it."""
-        self._trap(needle, "request")
+        self._trap(_Trap(needle, after, "request"))
 
-    def _trap(self, needle: bytes, end: str) -> None:
+    def _trap(self, trap: _Trap) -> None:
         with self._lock:
             self.lost.clear()
-            self._traps.append((needle, end))
+            self._traps.append(trap)
 
     def cut(self) -> int:
         """Cut every connection that is open; return how many there were."""

@@ -26,6 +26,8 @@ class Cut:
     graph: str
     held: str = ""
     """The call during which the trap is set; none: before the start."""
+    after: bytes = b""
+    """What its connection sends before: others commit, too."""
     seats: int = 0
     starts: Mapping[str, int] = field(default_factory=dict)
     """Node runs that are started more than once when the write had landed."""
@@ -34,18 +36,18 @@ class Cut:
 
 
 CUTS = [
-    Cut("start", COMMIT, "errand"),
+    Cut("start", COMMIT, "errand", after=b"INSERT INTO keepstep_run"),
     Cut("claim", b"FROM keepstep_claim_thread_", "errand", "walk", starts={"home": 2}),
     Cut("input", b"FROM keepstep_commit_", "errand"),
-    Cut("intent", COMMIT, "errand", "walk"),
+    Cut("intent", COMMIT, "errand", "walk", after=b"INSERT INTO keepstep_effect"),
     Cut("result", b"UPDATE keepstep_effect", "errand", "walk"),
     Cut("commit", b"FROM keepstep_commit_", "errand", "walk"),
-    Cut("last-commit", COMMIT, "slow_bank", "transfer"),
-    Cut("park", COMMIT, "doubtful", "walk", is_left=True),
-    Cut("fan-out", COMMIT, "crowd", "walk", seats=-3, is_left=True),
+    Cut("last-commit", COMMIT, "slow_bank", "transfer", after=b"FROM keepstep_commit_"),
+    Cut("park", COMMIT, "doubtful", "walk", after=b"INSERT INTO keepstep_wait", is_left=True),
+    Cut("fan-out", COMMIT, "crowd", "walk", after=b"INSERT INTO keepstep_node_run", seats=-3, is_left=True),
     Cut("claim-of-a-node-run", b"FROM keepstep_claim_node_", "crowd", "walk", seats=-3, starts={"guest#0": 2}),
-    Cut("pending-write", COMMIT, "crowd", "walk", seats=3, is_left=True),
-    Cut("last-pending-write", COMMIT, "crowd", "walk", seats=2, is_left=True),
+    Cut("pending-write", COMMIT, "crowd", "walk", after=b"UPDATE keepstep_node_run", seats=3, is_left=True),
+    Cut("last-pending-write", COMMIT, "crowd", "walk", after=b"UPDATE keepstep_node_run", seats=2, is_left=True),
 ]
 
 
@@ -90,10 +92,10 @@ def test_a_write_is_cut(behind_a_proxy, outside, cut, landed):
         outside.hold(cut.held, thread)
         deployment.start(cut.graph, thread, seats=cut.seats)
         outside.called(cut.held, thread)
-        trap(cut.needle)
+        trap(cut.needle, after=cut.after)
         outside.let_go(cut.held, thread)
     else:
-        trap(cut.needle)
+        trap(cut.needle, after=cut.after)
         deployment.start(cut.graph, thread, seats=cut.seats)
     assert proxy.lost.wait(60)
     if cut.graph == "doubtful":

@@ -17,12 +17,13 @@ from typing import TYPE_CHECKING, Any, Literal, Self
 
 import kombu
 
-from keepstep import blockage, errors, ids, outbox, signing
+from keepstep import blockage, errors, ids, outbox, signing, topics
 from keepstep import broker as brokers
 from keepstep.jsonvalue import checked_json
 from keepstep.link import Link, Replies
 from keepstep.priority import PRIORITIES, Priority
 from keepstep.settings import Settings, load
+from keepstep.subscription import Subscription
 
 if TYPE_CHECKING:
     import types
@@ -376,6 +377,29 @@ class Client:
         if self._confirm:
             self._confirmed(receipt, body, deadline)
         return receipt
+
+    # --- listening ----------------------------------------------------------------------------------------------------
+
+    def events(self, queue: str, *, kind: str = "*", graph: str = "*", timeout: float | None = None) -> Subscription:
+        """Return the tenant's events as they come, gathered in a durable queue of this name, from now on.
+
+        Subscribers that share a queue share the events. `kind` is one of docs/events.md, or `approval.*` and the like;
+        `graph` the name of one. The iteration ends when nothing came for `timeout` seconds; None: never. What happened
+        before there was the queue stands in the log: `Reader.events`.
+        """
+        family, _, rest = ids.checked_name("kind", kind).partition(".")
+        tenant, of_graph = topics.word(self._tenant), "*" if graph == "*" else topics.word(graph)
+        if kind != "*" and not rest:
+            message = f"kind: an event is called approval.opened, or approval.* and the like, not {kind!r}"
+            raise errors.InvalidInput(message)
+        return Subscription(
+            self._url,
+            self._queue,
+            ids.checked_name("queue", queue),
+            [f"{family}.{rest or '*'}.{tenant}.{of_graph}"],
+            timeout=timeout,
+            patience=self._timeout,
+        )
 
     def forward(self, command_id: str, body: bytes) -> Receipt:
         """Send a command that was written before, as it stands in an outbox; `body` is the whole message."""

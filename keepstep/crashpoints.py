@@ -53,6 +53,8 @@ POINTS: Final = {
     "before_ack": "a command is committed and answered, not acknowledged",
     "after_sweep": "the time or a death made rows due, nothing is published",
     "after_admission": "rows that are due are marked as nudged, nothing is published",
+    "after_place": "events have their places in the log, none is published",
+    "after_announce": "events are published, nothing says so yet",
     "after_register": "the worker's row is committed, it takes no work yet",
 }
 """Every point, and what has happened there."""

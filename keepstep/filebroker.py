@@ -1,8 +1,9 @@
 """A Kombu transport over a folder, for machines without a broker: `file://folder` or `file:///absolute/folder`.
 
 Kombu's own `filesystem://` writes in place and reads without a lock, so it loses messages and hands half-written ones
-to a worker. This one keeps them (`keepstep.spool` says how) for one machine, queues that are consumed by name, and
-direct or topic exchanges of one connection. Broadcasts are refused: run workers without remote control, gossip, mingle.
+to a worker. This one keeps them (`keepstep.spool` says how) for one machine, queues that are consumed by name, topic
+exchanges, and direct exchanges of one connection. Broadcasts are refused: run workers without remote control, gossip
+and mingle.
 """
 
 from __future__ import annotations
@@ -146,6 +147,21 @@ class Channel(virtual.Channel):
         if milliseconds is not None:
             self._expires_seconds[queue] = milliseconds / 1000
         self.connection.spool.declare(queue, expires_seconds=self._expires_seconds.get(queue))
+
+    def queue_bind(
+        self, queue: str, exchange: str | None = None, routing_key: str = "", arguments: Any = None, **kwargs: Any
+    ) -> None:
+        """Bind `queue` to `exchange`; to a topic exchange for every process, and for good."""
+        super().queue_bind(queue, exchange, routing_key, arguments, **kwargs)
+        if exchange and self.typeof(exchange).type == "topic":
+            self.connection.spool.bind(exchange, queue, routing_key)
+
+    def get_table(self, exchange: str) -> list[tuple[str, str, str]]:
+        """Return (routing key, its pattern, queue) of every binding to an exchange."""
+        topic = self.typeof(exchange)
+        if topic.type != "topic":
+            return super().get_table(exchange)  # type: ignore[no-any-return]  # kombu has no types
+        return [(key, topic.key_to_pattern(key), queue) for key, queue in self.connection.spool.bound(exchange)]
 
     def _has_queue(self, queue: str, **_: Any) -> bool:
         return self.connection.spool.exists(queue)

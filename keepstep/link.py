@@ -106,8 +106,11 @@ class Link:
                 channel.hang_up()
             if broken:
                 connection.collect()
-        with suppress(Exception):
+        try:
             connection.release()
+        except Exception:  # noqa: BLE001  as above; but the socket must not stay open
+            with suppress(Exception):
+                connection.collect()
 
 
 class Replies:

@@ -56,6 +56,8 @@ class Settings(BaseSettings):
     """Whether who started a run may approve or answer what it asks; false: somebody else must (four eyes)."""
     queue: str = "keepstep"
     """Prefix of every queue's name, so that deployments can share a broker."""
+    publish_events: bool = True
+    """Whether events are published on the broker (topic exchange `<queue>.events`) besides standing in the log."""
 
     policies: str = ""
     """Folder or file of Cedar policies (`*.cedar`) that say which tools may be called; empty: none, all may."""

@@ -6,6 +6,7 @@
     queues/<queue>/.expires                  the queue vanishes this many seconds after it was last asked for
     in-flight/<process>/<queue>/<…>.msg      a message that a live process has claimed and not yet acknowledged
     in-flight/<process>.lock                 held by `flock` for as long as that process lives
+    bindings/<exchange>/<queue>/<key>        a routing key by which the queue is bound to a topic exchange
     rejected/<queue>/<…>.msg                 a file that is not a message, kept for a person to look at
 
 A process that dies by any signal loses its lock, and its peers give back what it had claimed. A claimed message is
@@ -69,6 +70,7 @@ class Spool:
     def __init__(self, root: str) -> None:
         self._queues = os.path.join(root, "queues")
         self._in_flight = os.path.join(root, "in-flight")
+        self._bindings = os.path.join(root, "bindings")
         self._rejected = os.path.join(root, "rejected")
         self._process = f"{os.getpid()}-{secrets.token_hex(8)}"
         self._names = threading.Lock()
@@ -241,10 +243,25 @@ class Spool:
         return count
 
     def delete(self, queue: str) -> None:
-        """Delete `queue` with all that waits in it."""
+        """Delete `queue` with all that waits in it, and its bindings."""
         self._expiring.pop(queue, None)
         self._listings.pop(queue, None)
         shutil.rmtree(self._folder(queue), ignore_errors=True)
+        for exchange in _listed(self._bindings):
+            shutil.rmtree(os.path.join(self._bindings, exchange, _quoted(queue)), ignore_errors=True)
+
+    def bind(self, exchange: str, queue: str, key: str) -> None:
+        """Bind `queue` to `exchange` by a routing key, which is all that is kept of it."""
+        folder = os.path.join(self._bindings, _quoted(exchange), _quoted(queue))
+        os.makedirs(folder, exist_ok=True)
+        Path(folder, _quoted(key)).touch()
+
+    def bound(self, exchange: str) -> list[tuple[str, str]]:
+        """Return (routing key, queue) of every binding to `exchange`."""
+        folder = os.path.join(self._bindings, _quoted(exchange))
+        return [
+            (unquote(key), unquote(queue)) for queue in _listed(folder) for key in _listed(os.path.join(folder, queue))
+        ]
 
     def exists(self, queue: str) -> bool:
         """Say whether `queue` was declared."""
@@ -353,6 +370,13 @@ class Spool:
 
     def _lock_path(self, process: str) -> str:
         return os.path.join(self._in_flight, f"{process}.lock")
+
+
+def _listed(folder: str) -> list[str]:
+    try:
+        return os.listdir(folder)
+    except FileNotFoundError:
+        return []
 
 
 def _quoted(queue: str) -> str:

@@ -37,7 +37,7 @@ from keepstep.runtime.secrets import Secret
 from keepstep.runtime.tools import Tool
 from keepstep.runtime.transactions import TransactionBook, held
 from keepstep.runtime.waits import Decision, Question, Signal, WaitBook, gathered
-from keepstep.store.checkpoints import NewEvent
+from keepstep.store.events import NewEvent
 
 if TYPE_CHECKING:
     from sqlalchemy import Connection

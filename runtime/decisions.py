@@ -89,9 +89,11 @@ def decide(runtime: Runtime, transaction: Transaction, message: DecideMessage, p
     _check_agreement(found, earlier, message, edited)
     waits.record_decision(transaction, found.id, found.tenant, decision)
     if message.verdict == DELEGATE:
-        waits.assign(transaction, found.id, _delegated(asked, message))
+        waits.assign(transaction, found, _delegated(asked, message), by=message.by)
     status = _closes(found, earlier, message)
-    nudge = None if status is None else waits.close_approval(transaction, found.id, status, decision.payload)
+    nudge = None
+    if status is not None:
+        nudge = waits.close_approval(transaction, found.id, status, decision.payload, by=message.by)
     detail: dict[str, Any] = {"approval": found.id, "verdict": message.verdict, "closed": status is not None}
     if edited is not None:
         detail |= {"asked": question["arguments"], "approved": edited}

@@ -51,10 +51,10 @@ from keepstep.runtime.secretbook import GuardedCodec, SecretBook
 from keepstep.runtime.transactions import TransactionBook
 from keepstep.runtime.waits import WaitBook
 from keepstep.runtime.watchdog import alarm
-from keepstep.store import checkpoints, leases
+from keepstep.store import events, leases
 from keepstep.store import waits as stored_waits
-from keepstep.store.checkpoints import NewEvent
 from keepstep.store.claims import Claim
+from keepstep.store.events import NewEvent
 
 log = structlog.get_logger("keepstep.step")
 _UNAVAILABLE_SECONDS = 5.0
@@ -73,7 +73,7 @@ class NodeRun:
     """Returns, afresh for each attempt, what the node is handed and what it is judged against (see `result_of`)."""
     starts: int
     failures: int
-    events: list[NewEvent]
+    emitted: list[NewEvent]
     """Filled by the attempt that counts."""
     failures_before: Callable[[], Sequence[Mapping[str, Any]]] | None = None
     """Looks up what failed in the super-step before, where the node run does not bring it along."""
@@ -144,7 +144,7 @@ def _attempt(runtime: Runtime, node_run: NodeRun) -> Outcome:
         if runtime.on_failure is not None:
             runtime.on_failure(error)
         return _outcome_of(error, node_run, attempt, timeout)
-    node_run.events[:] = attempt.events
+    node_run.emitted[:] = attempt.events
     return Done(result)
 
 
@@ -184,7 +184,7 @@ def _outcome_of(error: BaseException, node_run: NodeRun, attempt: Attempt, timeo
                 return _held_up(node_run, blocked, attempt)
             except StepError as left_open:
                 return _failed(node_run, left_open, attempt)
-            node_run.events[:] = attempt.events
+            node_run.emitted[:] = attempt.events
             return Waiting(attempt.waits.with_those_beside(error.waits))
         case ThreadBlocked() | PutOff():
             return _held_up(node_run, error, attempt)
@@ -278,7 +278,7 @@ def _prepared(runtime: Runtime, node_run: NodeRun, deadline: float) -> Attempt:
     )
     if load:
         attempt.published = functools.cache(
-            lambda: checkpoints.events_published(runtime.store, thread.id, node_run.step, fence.seq, run.id)
+            lambda: events.emitted_by(runtime.store, thread.id, node_run.step, fence.seq, run.id)
         )
     return attempt
 
@@ -355,7 +355,7 @@ def _failed(node_run: NodeRun, error: BaseException, attempt: Attempt) -> Outcom
     except (ThreadBlocked, PutOff) as blocked:
         return _held_up(node_run, blocked, attempt)
     if node.on_error == "continue":
-        node_run.events[:] = attempt.events
+        node_run.emitted[:] = attempt.events
         return Done(NodeResult(error=planner.failure_of(run, error, masker.text)))
     return Failed(node_run.failures, text)
 

@@ -18,10 +18,11 @@ from keepstep.runtime.codec import view
 from keepstep.runtime.history import verify
 from keepstep.runtime.planner import HIDDEN
 from keepstep.settings import Settings
-from keepstep.store import kin, views
+from keepstep.store import events, kin, views
 from keepstep.store.artifacts import Artifacts
 from keepstep.store.claims import CheckpointRow
 from keepstep.store.engine import Store
+from keepstep.store.events import EventView
 from keepstep.store.kin import KinView
 from keepstep.store.schema import BLOCKED, ENDED, UNDOING, UNDONE
 from keepstep.store.views import AuditView, EffectView, NodeRunView, RunView, ThreadView, WaitView
@@ -148,13 +149,28 @@ class Kin:
 
 @dataclass(frozen=True)
 class Event:
-    """What a node told the world. `cursor` is where to read on."""
+    """Something that happened, as the log has it. `cursor` is where to read on."""
 
     cursor: int
+    id: int
+    """The same wherever it is read or received."""
+    kind: str
+    """`thread.started`, `approval.opened`, …: docs/events.md. `node.emitted`: what a node told the world."""
+    tenant: str
+    application: str
+    graph: str
+    thread: str
+    thread_id: str
     run: str | None
+    """The run's id."""
     node: str
+    """The node run; empty when it is about none."""
     seq: int
+    """Of the checkpoint that the thread was at; of `node.emitted` that which its step writes."""
+    approval: str | None
+    """The approval's id, where it is about one."""
     payload: Any
+    """What the node emitted, or more about what happened."""
     at: datetime
 
 
@@ -402,18 +418,77 @@ class Reader:
             for row in views.decisions(self._store, self.tenant, approval_id)
         ]
 
-    def events(self, thread: str, *, after: int = 0, limit: int = 1000, graph: str | None = None) -> list[Event]:
-        """Return a thread's events after a cursor, in order; none is missed and none comes twice."""
-        rows = views.events(self._store, self._one(thread, graph).id, after=after, limit=limit)
-        return [
-            Event(row.id, row.run_id, row.run, row.seq, view(row.payload), datetime.fromtimestamp(row.at, UTC))
-            for row in rows
-        ]
+    def events(
+        self,
+        thread: str | None = None,
+        *,
+        after: int = 0,
+        limit: int = 1000,
+        kind: str | None = None,
+        graph: str | None = None,
+    ) -> list[Event]:
+        """Return events past a cursor, in order: the tenant's log, or one thread's; none is missed, none comes twice.
+
+        `after` is the `cursor` of the last one that was read, 0 at first: a cursor of the log counts in the log, one
+        of a thread's events in those. `kind` is a kind or the beginning of some (`approval.*`). In the log an event
+        stands as soon as a worker has given it its place, within a second; a thread's are there at once.
+        """
+        pattern = _pattern(kind)
+        if thread is not None:
+            found = events.of_thread(self._store, self._one(thread, graph).id, after=after, limit=limit, kind=pattern)
+            return [event_of(row, row.id) for row in found]
+        if graph is not None:
+            message = "graph: name a thread of it, too; the log is the whole tenant's"
+            raise InvalidInput(message)
+        found = events.of_tenant(self._store, self.tenant, after=after, limit=limit, kind=pattern)
+        return [event_of(row, row.position or 0) for row in found]
 
     def next_due(self, thread_id: str) -> float | None:
         """Return when time will wake a thread that waits (seconds since 1970), None when only people can."""
         found = (views.next_due(self._store, thread_id), kin.next_errand(self._store, thread_id))
         return min((each for each in found if each is not None), default=None)
+
+
+def _pattern(kind: str | None) -> str | None:
+    """Return a kind, or the beginning of some, as SQL's LIKE wants it; raise `InvalidInput` when no kind is meant."""
+    if kind is None:
+        return None
+    beginning = kind.removesuffix("*")
+    if not any(each.startswith(beginning) if kind.endswith("*") else each == kind for each in events.KINDS):
+        message = f"kind: there is no event {kind!r}: use one of {', '.join(events.KINDS)}, or approval.* and the like"
+        raise InvalidInput(message)
+    return f"{beginning}%" if kind.endswith("*") else kind
+
+
+def event_of(row: EventView, cursor: int) -> Event:
+    """Return what a row of the log says, under a cursor of the log or of its thread."""
+    payload = None if row.payload is None else view(row.payload)
+    if row.detail is not None:
+        payload = json.loads(row.detail)
+    if row.question is not None:
+        payload = {
+            "kind": row.asks,
+            **{name: value for name, value in view(row.question).items() if value is not None},
+            "quorum": row.quorum,
+            "on_expiry": row.on_expiry,
+            "expires_at": row.expires_at,
+        }
+    return Event(
+        cursor,
+        row.id,
+        row.kind,
+        row.tenant,
+        row.application,
+        row.agent,
+        row.thread,
+        row.thread_id,
+        row.run_id,
+        row.run,
+        row.seq,
+        row.approval_id,
+        payload,
+        datetime.fromtimestamp(row.at, UTC),
+    )
 
 
 def _shown(text: Any) -> str:

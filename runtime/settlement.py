@@ -8,8 +8,8 @@ from keepstep.crashpoints import reach
 from keepstep.runtime.environment import Runtime
 from keepstep.runtime.outcome import Blocked, Done, Failed, Outcome, Retry, Waiting, error_text
 from keepstep.store import leases, outcomes
-from keepstep.store.checkpoints import NewEvent
 from keepstep.store.claims import Claim
+from keepstep.store.events import NewEvent
 from keepstep.store.leases import Nudge
 from keepstep.store.schema import BLOCKED, DONE, FAILED
 
@@ -18,7 +18,7 @@ PATIENCE_SECONDS = 600.0
 
 
 def settle(
-    runtime: Runtime, claim: Claim, step: str, run: str, outcome: Outcome, events: Sequence[NewEvent], *, failures: int
+    runtime: Runtime, claim: Claim, step: str, run: str, outcome: Outcome, emitted: Sequence[NewEvent], *, failures: int
 ) -> list[Nudge]:
     """Write a node run's outcome under its lease; return the nudges that follow from it.
 
@@ -28,19 +28,19 @@ def settle(
     kind = "park" if isinstance(outcome, Waiting) else "pending_write"
     reach(f"before_{kind}", run)
     nudges = runtime.store.patiently(
-        lambda: _written(runtime, claim, step, run, outcome, events, failures=failures), seconds=PATIENCE_SECONDS
+        lambda: _written(runtime, claim, step, run, outcome, emitted, failures=failures), seconds=PATIENCE_SECONDS
     )
     reach(f"after_{kind}", run)
     return nudges
 
 
 def _written(
-    runtime: Runtime, claim: Claim, step: str, run: str, outcome: Outcome, events: Sequence[NewEvent], *, failures: int
+    runtime: Runtime, claim: Claim, step: str, run: str, outcome: Outcome, emitted: Sequence[NewEvent], *, failures: int
 ) -> list[Nudge]:
     store, fence = runtime.store, claim.fence
     match outcome:
         case Waiting(waits):
-            return outcomes.park(store, fence, step=step, run=run, asked=waits, failures=failures, events=events)
+            return outcomes.park(store, fence, step=step, run=run, asked=waits, failures=failures, emitted=emitted)
         case Retry(delay, counted, error):
             text = error_text(error)
             leases.postpone(store, fence, failures=counted, delay_seconds=delay, error=text)
@@ -48,29 +48,31 @@ def _written(
         case Done(result) if fence.run is not None:
             graph = runtime.graphs[claim.thread.agent, claim.thread.graph_version]
             write = runtime.codec(graph).encode(result.to_plain())
-            return _each(outcomes.finish_node(store, fence, status=DONE, write=write, failures=failures, events=events))
+            return _each(
+                outcomes.finish_node(store, fence, status=DONE, write=write, failures=failures, emitted=emitted)
+            )
         case Done():
             message = "a step that is not fanned out ends by its commit"
             raise TypeError(message)
         case Failed(counted, error):
-            return _ended(runtime, claim, FAILED, error_text(error), counted, events)
+            return _ended(runtime, claim, FAILED, error_text(error), counted, emitted)
         case Blocked(error):
-            return _ended(runtime, claim, BLOCKED, error_text(error), failures, events)
+            return _ended(runtime, claim, BLOCKED, error_text(error), failures, emitted)
 
 
 def _ended(
-    runtime: Runtime, claim: Claim, status: str, error: str, failures: int, events: Sequence[NewEvent]
+    runtime: Runtime, claim: Claim, status: str, error: str, failures: int, emitted: Sequence[NewEvent]
 ) -> list[Nudge]:
     store, fence = runtime.store, claim.fence
     if fence.run is not None:
-        return _each(outcomes.finish_node(store, fence, status=status, error=error, failures=failures, events=events))
+        return _each(outcomes.finish_node(store, fence, status=status, error=error, failures=failures, emitted=emitted))
     return outcomes.stop(
         store,
         fence,
         status=status,
         error=error,
         failures=failures,
-        events=events,
+        emitted=emitted,
         undo_lease_seconds=runtime.undo_lease_seconds,
     )
 

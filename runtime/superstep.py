@@ -37,8 +37,9 @@ from keepstep.runtime.planner import MISSING, Cursor, DueRun, NodeResult
 from keepstep.runtime.settlement import PATIENCE_SECONDS, settle
 from keepstep.runtime.watchdog import alarm
 from keepstep.store import checkpoints, claims, leases, outcomes
-from keepstep.store.checkpoints import Committed, NewCheckpoint, NewEvent
+from keepstep.store.checkpoints import Committed, NewCheckpoint
 from keepstep.store.claims import Claim
+from keepstep.store.events import NewEvent
 from keepstep.store.leases import NUDGE_SECONDS, Fence, Nudge
 from keepstep.store.outcomes import NewNodeRun
 from keepstep.store.schema import BLOCKED, DONE, FAILED, READY
@@ -202,16 +203,16 @@ def _check_deaths(runtime: Runtime, claim: Claim, runs: Sequence[str]) -> None:
 def _run_alone(runtime: Runtime, claim: Claim, graph: CompiledGraph, head: Head, step: str, run: DueRun) -> list[Nudge]:
     started = time.perf_counter()
     present = of_state(graph, head.cursor, run, head.channels)
-    events: list[NewEvent] = []
-    node_run = NodeRun(graph, run, claim, step, present, claim.attempt.starts, claim.attempt.failures, events)
+    emitted: list[NewEvent] = []
+    node_run = NodeRun(graph, run, claim, step, present, claim.attempt.starts, claim.attempt.failures, emitted)
     outcome = execute(runtime, node_run)
     if not isinstance(outcome, Done):
         _report(claim, run.id, outcome)
-        return settle(runtime, claim, step, run.id, outcome, events, failures=node_run.failures)
+        return settle(runtime, claim, step, run.id, outcome, emitted, failures=node_run.failures)
     ran = _ran(run.id, node_run.starts, node_run.failures) | {"seconds": round(time.perf_counter() - started, 6)}
     seconds = max(node_run.deadline - time.monotonic(), runtime.settings.timeout_grace_seconds)
     results = {run.id: outcome.result}
-    return _advance(runtime, claim, graph, head, results, ran=[ran], events=events, step=step, seconds=seconds)
+    return _advance(runtime, claim, graph, head, results, ran=[ran], emitted=emitted, step=step, seconds=seconds)
 
 
 def _ran(run: str, starts: int, failures: int) -> dict[str, Any]:
@@ -318,13 +319,13 @@ def _node_run(runtime: Runtime, claim: Claim, step: str) -> list[Nudge]:
     graph = runtime.graphs[claim.thread.agent, claim.thread.graph_version]
     _check_deaths(runtime, claim, [claim.fence.run or ""])
     run, present = _as_due(runtime, claim, graph)
-    events: list[NewEvent] = []
-    node_run = NodeRun(graph, run, claim, step, present, claim.attempt.starts, claim.attempt.failures, events)
+    emitted: list[NewEvent] = []
+    node_run = NodeRun(graph, run, claim, step, present, claim.attempt.starts, claim.attempt.failures, emitted)
     if run.input is not MISSING:
         node_run.failures_before = lambda: _failures_before(runtime, claim, graph)
     outcome = execute(runtime, node_run)
     _report(claim, run.id, outcome)
-    return settle(runtime, claim, step, run.id, outcome, events, failures=node_run.failures)
+    return settle(runtime, claim, step, run.id, outcome, emitted, failures=node_run.failures)
 
 
 def _as_due(runtime: Runtime, claim: Claim, graph: CompiledGraph) -> tuple[DueRun, Any]:
@@ -373,7 +374,7 @@ def _join(
         raise StepError(message)
     ran = [_ran(row.run, row.starts, 0) for row in rows]
     seconds = max(runtime.timeout(graph.node_at(run.node)) for run in runs)
-    return _advance(runtime, claim, graph, head, results, ran=ran, events=(), step=step, seconds=seconds)
+    return _advance(runtime, claim, graph, head, results, ran=ran, emitted=(), step=step, seconds=seconds)
 
 
 # --- the commit ---
@@ -422,7 +423,7 @@ def _advance(
     results: Mapping[str, NodeResult],
     *,
     ran: Sequence[Mapping[str, Any]],
-    events: Sequence[NewEvent],
+    emitted: Sequence[NewEvent],
     step: str,
     seconds: float,
 ) -> list[Nudge]:
@@ -446,7 +447,7 @@ def _advance(
         cursor,
         kind="step",
         ran=ran,
-        events=events,
+        emitted=emitted,
         # Only a node run that was entered before can have waits to be settled.
         waits_of=step if claim.attempt.starts > 1 else None,
     )
@@ -469,7 +470,7 @@ def _commit(
     *,
     kind: str,
     ran: Sequence[Mapping[str, Any]] = (),
-    events: Sequence[NewEvent] = (),
+    emitted: Sequence[NewEvent] = (),
     waits_of: str | None = None,
     keep_lease: bool = False,
 ) -> tuple[Committed, Head]:
@@ -505,7 +506,7 @@ def _commit(
             nudge_seconds=NUDGE_SECONDS,
             step_limit=thread.step_limit,
             keep_lease=keep_lease,
-            events=events,
+            emitted=emitted,
             begins_run=kind == "input",
             signals_of=waits_of,
             undo_lease_seconds=runtime.undo_lease_seconds,

@@ -7,7 +7,6 @@ selects from. When the nonce is no longer the thread's, the UPDATE finds nothing
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import dataclass
 from typing import Any, NamedTuple
 
 import msgspec
@@ -16,21 +15,14 @@ from sqlalchemy.sql.base import Executable
 
 from keepstep.crashpoints import armed, reach
 from keepstep.errors import DatabaseUnavailable, StaleLease
-from keepstep.store import children, undoing
+from keepstep.store import children, events, undoing
 from keepstep.store.claims import CHECKPOINT_COLUMNS, CheckpointRow, checkpoint_row
 from keepstep.store.engine import Store, Transaction
+from keepstep.store.events import NewEvent
 from keepstep.store.leases import Fence, Nudge, fence_params, fenced
 from keepstep.store.routines import Routine
-from keepstep.store.schema import DONE, FAILED, QUEUED, READY, RUNNING, checkpoint, event, run, signal, thread, wait
+from keepstep.store.schema import DONE, FAILED, QUEUED, READY, RUNNING, checkpoint, run, signal, thread, wait
 from keepstep.store.statements import Statement, db_now, param
-
-
-@dataclass(frozen=True, slots=True)
-class NewEvent:
-    """Something a node tells the world; published by being committed with its step."""
-
-    run: str
-    payload: bytes
 
 
 class NewCheckpoint(msgspec.Struct, frozen=True):
@@ -59,7 +51,7 @@ class NewCheckpoint(msgspec.Struct, frozen=True):
     keep_lease: bool = False
     """The same attempt goes on with the next step: the nonce stays."""
     error: str | None = None
-    events: Sequence[NewEvent] = ()
+    emitted: Sequence[NewEvent] = ()
     begins_run: bool = False
     signals_of: str | None = None
     """The step whose consumed signals and waits are settled by this commit; None when it had none."""
@@ -177,29 +169,6 @@ _RUN_ENDS = Statement(
         .returning(run.c.spawned)
     )
 )
-_INSERT_EVENT = Statement(
-    lambda _dialect: insert(event).values(
-        tenant=param("tenant"),
-        thread_id=param("thread_id"),
-        run_id=param("run_id"),
-        seq=param("seq"),
-        run=param("run"),
-        payload=param("payload"),
-        at=db_now(),
-    )
-)
-_EVENTS_OF_RUN = Statement(
-    lambda _dialect: (
-        select(func.count())
-        .select_from(event)
-        .where(
-            event.c.thread_id == param("thread_id"),
-            event.c.seq >= param("first"),
-            event.c.seq <= param("seq"),
-            event.c.run == param("run"),
-        )
-    )
-)
 _SETTLE_WAITS = Statement(
     lambda _dialect: (
         update(wait)
@@ -278,7 +247,7 @@ def commit(store: Store, fence: Fence, new: NewCheckpoint, *, patience_seconds: 
         "begins": int(new.begins_run),
     }
     # One statement has no inside: where a test wants to die in there, it is taken apart.
-    lone = not (armed("inside_commit") or new.events or new.begins_run or new.status != READY or new.signals_of)
+    lone = not (armed("inside_commit") or new.emitted or new.begins_run or new.status != READY or new.signals_of)
     once = _commit_alone if lone and store.dialect == "postgresql" else _commit_with_company
     try:
         committed = once(store, fence, new, params)
@@ -318,6 +287,8 @@ def _commit_with_company(store: Store, fence: Fence, new: NewCheckpoint, params:
         run_params = {"run_id": new.run_id, "status": new.status, "error": new.error, "run_steps": new.run_steps}
         if new.begins_run:
             transaction.run(_RUN_BEGINS, run_params)
+            events.record(transaction, fence.thread_id, events.STARTED, run_id=new.run_id)
+        events.emit(transaction, fence, new.tenant, new.run_id, new.emitted)
         if is_undone:
             begun = undoing.begin(
                 transaction, fence.thread_id, error=new.error or "{}", lease_seconds=new.undo_lease_seconds
@@ -330,10 +301,10 @@ def _commit_with_company(store: Store, fence: Fence, new: NewCheckpoint, params:
                     transaction, new.run_id, new.status, error=new.error, branch=fence.branch, seq=new.seq
                 )
                 committed = committed._replace(told=tuple(told))
+            events.record_end(transaction, fence.thread_id, new.status, run_id=new.run_id, error=new.error)
         if new.signals_of:
             transaction.run(_SETTLE_WAITS, {"thread_id": fence.thread_id, "step": new.signals_of})
             transaction.run(_DROP_SIGNALS, {"thread_id": fence.thread_id})
-        insert_events(transaction, fence, new.tenant, new.run_id, new.events)
         reach("inside_commit", f"{new.kind}/{new.seq}")
     return committed
 
@@ -342,33 +313,6 @@ def insert_checkpoint(transaction: Transaction, thread_id: str, branch: int, new
     """Write a checkpoint's row; making it the thread's head is the caller's."""
     values = {name: getattr(new, name) for name in (*_VALUES, "parent_digest")}
     transaction.run(_INSERT_CHECKPOINT, {**values, "thread_id": thread_id, "branch": branch})
-
-
-def insert_events(
-    transaction: Transaction, fence: Fence, tenant: str, run_id: str | None, events: Sequence[NewEvent]
-) -> None:
-    """Publish the events of a node run with the outcome that is being written."""
-    for new in events:
-        transaction.run(
-            _INSERT_EVENT,
-            {
-                "tenant": tenant,
-                "thread_id": fence.thread_id,
-                "run_id": run_id,
-                "seq": fence.seq,
-                "run": new.run,
-                "payload": new.payload,
-            },
-        )
-
-
-def events_published(store: Store, thread_id: str, step: str, seq: int, run: str) -> int:
-    """Return how many events a node run has published in the step of a key that will write checkpoint `seq`.
-
-    The key ends with the seq that the step began under; between the two there are edits of the state and nothing else.
-    """
-    first = int(step.rpartition("/")[2])
-    return int(store.rows(_EVENTS_OF_RUN, {"thread_id": thread_id, "first": first, "seq": seq, "run": run})[0][0])
 
 
 def next_run(store: Store, thread_id: str) -> QueuedRun | None:
@@ -391,11 +335,9 @@ def history(store: Store, thread_id: str, branch: int) -> list[tuple[CheckpointR
 __all__ = [
     "Committed",
     "NewCheckpoint",
-    "NewEvent",
     "QueuedRun",
     "commit",
     "history",
     "insert_checkpoint",
-    "insert_events",
     "next_run",
 ]

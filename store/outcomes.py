@@ -14,9 +14,9 @@ from sqlalchemy import Integer, and_, case, cast, exists, insert, literal, selec
 from sqlalchemy import Text as TextType
 
 from keepstep.errors import StaleLease
-from keepstep.store import children, undoing, waits
-from keepstep.store.checkpoints import NewEvent, insert_events
+from keepstep.store import children, events, undoing, waits
 from keepstep.store.engine import Store, Transaction
+from keepstep.store.events import NewEvent
 from keepstep.store.leases import NUDGE_SECONDS, Fence, Nudge, fence_params, fenced, nudge_columns, released
 from keepstep.store.schema import (
     FAILED,
@@ -230,7 +230,7 @@ def finish_node(
     write: bytes | None = None,
     error: str | None = None,
     failures: int = 0,
-    events: Sequence[NewEvent] = (),
+    emitted: Sequence[NewEvent] = (),
 ) -> Nudge | None:
     """Record the end of a fanned-out node run; return the step's nudge when it was the last, else None.
 
@@ -242,7 +242,7 @@ def finish_node(
         key = fence_params(fence)
         values = {"status": status, "write": write, "error": error, "failures": failures}
         transaction.run(_FINISH_NODE, {**key, **values})
-        insert_events(transaction, fence, locked.tenant, locked.run_id, events)
+        events.emit(transaction, fence, locked.tenant, locked.run_id, emitted)
         pending, thread_status, *row = transaction.rows(_COUNT_DOWN, key)[0]
     return Nudge("step", *row) if pending == 0 and thread_status == READY else None
 
@@ -334,7 +334,7 @@ def park(
     run: str,
     asked: Sequence[NewWait],
     failures: int,
-    events: Sequence[NewEvent] = (),
+    emitted: Sequence[NewEvent] = (),
 ) -> list[Nudge]:
     """Park a node run on waits: rows only, no worker; return its nudge when all of them are answered already.
 
@@ -352,10 +352,13 @@ def park(
         for new in asked:
             if new.approval is not None:
                 _ask(transaction, place, new, new.approval)
-        insert_events(transaction, fence, locked.tenant, locked.run_id, events)
+        events.emit(transaction, fence, locked.tenant, locked.run_id, emitted)
         fanned = fence.run is not None
         params = {**fence_params(fence), "step": step, "run": run, "failures": failures}
         status, *row = transaction.rows(_PARK[fanned], params)[0]
+        if status == WAITING:
+            found = waits.open_of_run(transaction, fence.thread_id, step, run)
+            events.record(transaction, fence.thread_id, events.THREAD_WAITING, run=run, waits=found)
     return nudges if status == WAITING else [Nudge("node" if fanned else "step", *row), *nudges]
 
 
@@ -399,6 +402,7 @@ def _ask(transaction: Transaction, place: dict[str, Any], new: NewWait, asked: N
         "escalate_to": asked.escalate_to,
     }
     transaction.run(_INSERT_APPROVAL, {**place, **values, **payload})
+    events.record(transaction, place["thread_id"], events.OPENED, run=place["run"], approval_id=asked.id)
 
 
 # --- ending badly ---
@@ -457,7 +461,7 @@ def stop(
     status: str,
     error: str,
     failures: int = 0,
-    events: Sequence[NewEvent] = (),
+    emitted: Sequence[NewEvent] = (),
     undo_lease_seconds: float = 0.0,
 ) -> list[Nudge]:
     """End the thread's step as `failed` or `blocked`, state and pending writes kept; return the nudges that follow.
@@ -468,7 +472,7 @@ def stop(
     """
     with store.transaction() as transaction:
         locked = lock(transaction, fence)
-        insert_events(transaction, fence, locked.tenant, locked.run_id, events)
+        events.emit(transaction, fence, locked.tenant, locked.run_id, emitted)
         if status == FAILED:
             begun = undoing.begin(transaction, fence.thread_id, error=error, lease_seconds=undo_lease_seconds)
             if begun is not None:
@@ -484,6 +488,7 @@ def stopped(
     after, *row = transaction.rows(_STOP, params)[0]
     ended = {"run_id": locked.run_id, "status": status, "error": error, "run_steps": locked.run_steps}
     told = _run_failed(transaction, ended)
+    events.record_end(transaction, fence.thread_id, status, run_id=locked.run_id, error=error)
     return [Nudge("step", *row), *told] if after == READY else told
 
 
@@ -521,4 +526,5 @@ def refuse_run(store: Store, fence: Fence, run_id: str, error: str) -> list[Nudg
         params = {"run_id": run_id, "status": FAILED, "error": error, "run_steps": 0}
         status, *row = transaction.rows(_REFUSE_RUN, {**fence_params(fence), **params})[0]
         told = _run_failed(transaction, params)
+        events.record_end(transaction, fence.thread_id, FAILED, run_id=run_id, error=error)
     return [Nudge("step", *row), *told] if status == READY else told

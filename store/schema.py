@@ -8,8 +8,10 @@ of its **node runs** has a row that looks like a small thread: its own lease, at
 pending write. An **effect** is the journal of one outside action. A **wait** is what a node run is parked on; an
 **approval** is the question behind a wait and a **decision** one person's word on it. A **signal** is kept until a wait
 consumes it. **audit** says who asked for what, and its unique command id is what makes every command idempotent.
-**event** is what nodes tell the world (`ctx.emit`). A **child** row stands between two threads, a parent and the child
-it spawned: it says what one still has to do to the other, so that no transaction ever locks both. A **limit** says how
+**event** is what happened to threads and their approvals, and what nodes tell the world (`ctx.emit`): a log in which
+each entry gets a position once all before it are known; a **mark** says how far that has come, and how far the log is
+published. A **child** row stands between two threads, a parent and the child it spawned: it says what one still has to
+do to the other, so that no transaction ever locks both. A **limit** says how
 many steps of a graph or tenant may run at once, and a **slot** is one lease that counts against it. A **rate** row
 says how often a tenant has called a tool lately, and whether the tool has asked for a pause. An **artifact** is a value
 too large for the row that refers to it, known by the digest of its content. A **worker** row is one worker process and
@@ -422,11 +424,32 @@ event = Table(
     _text("thread_id"),
     Column("run_id", Text),
     Column("seq", Integer, nullable=False),
-    _text("run"),
-    Column("payload", LargeBinary, nullable=False),
+    _text("run"),  # the node run; empty: none
+    Column("payload", LargeBinary),  # of one that a node emitted
     _time("at"),
+    _text("kind", default="node.emitted"),
+    Column("approval_id", Text),
+    Column("detail", Text),  # JSON
+    Column("position", BigInteger),  # in the log; NULL: not given yet
+    UniqueConstraint("position", name="keepstep_event_position"),
 )
 Index("keepstep_event_thread", event.c.thread_id, event.c.id)
+Index("keepstep_event_tenant", event.c.tenant, event.c.position)
+Index(
+    "keepstep_event_unplaced",
+    event.c.id,
+    postgresql_where=event.c.position.is_(None),
+    sqlite_where=event.c.position.is_(None),
+)
+
+mark = Table(
+    "keepstep_mark",
+    metadata,
+    Column("name", Text, primary_key=True),  # placed | published
+    Column("position", BigInteger, nullable=False),
+    Column("holder", Text),  # who is at it
+    _time("held_until"),
+)
 
 limit = Table(
     "keepstep_limit",

@@ -6,7 +6,7 @@ from typing import Any, NamedTuple
 
 from sqlalchemy import ColumnElement, Integer, case, cast, exists, func, insert, or_, select, update
 
-from keepstep.store import children
+from keepstep.store import children, events
 from keepstep.store.engine import Transaction
 from keepstep.store.leases import NUDGE_SECONDS, Nudge, nudge_columns, queue_of, released
 from keepstep.store.schema import (
@@ -507,11 +507,13 @@ def _place(found: ThreadState) -> dict[str, Any]:
 def pause(transaction: Transaction, found: ThreadState) -> None:
     """Let the running step finish and take no other."""
     transaction.run(_PAUSE, {"id": found.id})
+    events.record(transaction, found.id, events.PAUSED)
 
 
 def resume(transaction: Transaction, found: ThreadState) -> list[Nudge]:
     """Take the pause away; return the nudges of what is due."""
     transaction.run(_RESUME, {"id": found.id})
+    events.record(transaction, found.id, events.RESUMED)
     if found.status == READY:
         return [Nudge("step", found.id, found.version, found.queue, found.priority)]
     return [Nudge("node", *row) for row in transaction.rows(_RESUME_NODE_RUNS, _place(found))]
@@ -529,6 +531,7 @@ def cancel(transaction: Transaction, found: ThreadState, error: str) -> list[Nud
     ended = transaction.rows(_CANCEL_RUNS, {**place, "run_steps": found.run_steps})
     nudges = children.disown(transaction, found.id)
     for run_id, spawned in ended:
+        events.record_end(transaction, found.id, CANCELLED, run_id=run_id, error=error)
         if spawned:
             nudges += children.end(transaction, run_id, CANCELLED, error=error)
     return nudges
@@ -547,6 +550,7 @@ def cancel_run(transaction: Transaction, found: ThreadState, run_id: str, error:
     transaction.run(_CANCEL_NODE_RUNS, params)
     withdraw(transaction, found.id)
     ended = transaction.rows(_CANCEL_RUN, params)
+    events.record_end(transaction, found.id, CANCELLED, run_id=run_id, error=error)
     nudges = children.disown(transaction, found.id)
     if ended[0][0]:
         nudges += children.end(transaction, run_id, CANCELLED, error=error)
@@ -595,6 +599,7 @@ def retry(transaction: Transaction, found: ThreadState, step_limit: int | None) 
     that is being undone the undoing goes on, and nothing else.
     """
     place = _place(found)
+    events.record(transaction, found.id, events.RETRIED)
     if found.undoing:
         retried = transaction.rows(_RETRY, {"id": found.id, "status": READY, "pending": 0, "step_limit": None})[0]
         for run_id, spawned in transaction.rows(_RESUME_UNDOING, place):
@@ -618,6 +623,8 @@ def retry(transaction: Transaction, found: ThreadState, step_limit: int | None) 
 def retry_blocked_run(transaction: Transaction, found: ThreadState, run: str) -> list[Nudge]:
     """Run one blocked node run of a fan-out again, and none beside it; return its nudge."""
     rows = transaction.rows(_RETRY_BLOCKED_RUN, {**_place(found), "run": run})
+    if rows:
+        events.record(transaction, found.id, events.RETRIED, run=run)
     if rows and found.status == BLOCKED:
         transaction.run(_RETRY, {"id": found.id, "status": WAITING, "pending": 1, "step_limit": None})
     elif rows:
@@ -630,6 +637,7 @@ def retry_beside(transaction: Transaction, found: ThreadState) -> list[Nudge]:
     again = transaction.rows(_RETRY_NODE_RUNS, _place(found)) if found.fanned else []
     if again:
         transaction.run(_RETRY_BESIDE, {"id": found.id, "pending": len(again)})
+        events.record(transaction, found.id, events.RETRIED)
     return [Nudge("node", *row) for row in again]
 
 

@@ -18,7 +18,6 @@ from keepstep.store.schema import (
     child,
     decision,
     effect,
-    event,
     node_run,
     run,
     thread,
@@ -192,17 +191,6 @@ class AuditView(NamedTuple):
     at: float
 
 
-class EventView(NamedTuple):
-    """What a node told the world."""
-
-    id: int
-    run_id: str | None
-    seq: int
-    run: str
-    payload: bytes
-    at: float
-
-
 _THREAD_COLUMNS = [thread.c[name] for name in ThreadView._fields]
 _FIND = Statement(
     lambda _dialect: (
@@ -310,14 +298,6 @@ _AUDIT = Statement(
         select(*(audit.c[name] for name in AuditView._fields))
         .where(audit.c.thread_id == param("thread_id"))
         .order_by(audit.c.id)
-    )
-)
-_EVENTS = Statement(
-    lambda _dialect: (
-        select(*(event.c[name] for name in EventView._fields))
-        .where(event.c.thread_id == param("thread_id"), event.c.id > param("after"))
-        .order_by(event.c.id)
-        .limit(param("limit"))
     )
 )
 _HISTORY = Statement(
@@ -447,12 +427,6 @@ def waits(store: Store, thread_id: str) -> list[WaitView]:
 def audits(store: Store, thread_id: str) -> list[AuditView]:
     """Return who asked for what of a thread, in order."""
     return [AuditView(*row) for row in store.rows(_AUDIT, {"thread_id": thread_id})]
-
-
-def events(store: Store, thread_id: str, *, after: int, limit: int) -> list[EventView]:
-    """Return a thread's events after a cursor, in order: complete, as a thread's transactions take turns."""
-    rows = store.rows(_EVENTS, {"thread_id": thread_id, "after": after, "limit": limit})
-    return [EventView(*row) for row in rows]
 
 
 def history(store: Store, thread_id: str, branch: int, first: int, last: int) -> list[tuple[CheckpointRow, float]]:

@@ -8,12 +8,13 @@ separated from its effect by a crash.
 from __future__ import annotations
 
 import json
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 from sqlalchemy import Text as TextType
 from sqlalchemy import and_, case, cast, exists, func, insert, or_, select, update
 from sqlalchemy.sql.base import Executable
 
+from keepstep.store import events
 from keepstep.store.engine import Store, Transaction
 from keepstep.store.leases import NUDGE_SECONDS, Nudge, nudge_columns
 from keepstep.store.schema import READY, WAITING, approval, decision, node_run, run, thread, wait
@@ -145,6 +146,27 @@ _WAKE_THREAD = Statement(
 )
 
 
+_OPEN_OF_RUN = Statement(
+    lambda _dialect: (
+        select(wait.c.kind, wait.c.approval_id, wait.c.signal_name, wait.c.signal_key, wait.c.due_at)
+        .where(
+            wait.c.thread_id == param("thread_id"),
+            wait.c.step == param("step"),
+            wait.c.run == param("run"),
+            wait.c.status == "open",
+        )
+        .order_by(wait.c.occurrence)
+    )
+)
+
+
+def open_of_run(transaction: Transaction, thread_id: str, step: str, run: str) -> list[dict[str, Any]]:
+    """Return what a node run waits for: {kind, approval, signal, key, due_at}, without what says nothing."""
+    rows = transaction.rows(_OPEN_OF_RUN, {"thread_id": thread_id, "step": step, "run": run})
+    names = ("kind", "approval", "signal", "key", "due_at")
+    return [{name: value for name, value in zip(names, row, strict=True) if value is not None} for row in rows]
+
+
 def of_run(store: Store, thread_id: str, step: str, run: str) -> list[WaitState]:
     """Return the waits a node run has asked for, in the order it asked."""
     rows = store.rows(_OF_RUN, {"thread_id": thread_id, "step": step, "run": run})
@@ -233,9 +255,10 @@ _STARTED_BY = Statement(
 )
 
 
-def assign(transaction: Transaction, approval_id: str, asked: list[str]) -> None:
-    """Ask others from now on. The approval is locked."""
-    transaction.run(_ASSIGN, {"id": approval_id, "assigned": json.dumps(asked)})
+def assign(transaction: Transaction, found: ApprovalState, asked: list[str], *, by: str) -> None:
+    """Ask others from now on, because somebody says so. The approval is locked."""
+    transaction.run(_ASSIGN, {"id": found.id, "assigned": json.dumps(asked)})
+    events.record(transaction, found.thread_id, events.REASSIGNED, approval_id=found.id, to=asked, by=by)
 
 
 def started_by(transaction: Transaction, thread_id: str) -> str | None:
@@ -270,10 +293,17 @@ def record_decision(transaction: Transaction, approval_id: str, tenant: str, new
     transaction.run(_RECORD, {"approval_id": approval_id, "tenant": tenant, **new._asdict()})
 
 
-def close_approval(transaction: Transaction, approval_id: str, status: str, payload: bytes | None) -> Nudge | None:
-    """Close an open approval and answer its wait; return the nudge of what it woke."""
+def close_approval(
+    transaction: Transaction, approval_id: str, status: str, payload: bytes | None, *, by: str | None
+) -> Nudge | None:
+    """Close an open approval and answer its wait; return the nudge of what it woke.
+
+    `by` is whose word closed it, None when it was the time.
+    """
     transaction.run(_CLOSE, {"id": approval_id, "status": status})
     key = WaitKey(*transaction.rows(_OF_APPROVAL, {"approval_id": approval_id})[0])
+    said = {"status": status} if by is None else {"status": status, "by": by}
+    events.record(transaction, key.thread_id, events.CLOSED, run=key.run, approval_id=approval_id, **said)
     return answer(transaction, key, payload)
 
 
@@ -366,7 +396,7 @@ _ESCALATE = Statement(
             approval.c.escalated == 0,
         )
         .values(assigned=approval.c.escalate_to, escalated=1, expires_at=db_now() + approval.c.expires_seconds)
-        .returning(approval.c.expires_at)
+        .returning(approval.c.expires_at, approval.c.thread_id, approval.c.assigned)
     )
 )
 _MOVE_DUE = Statement(
@@ -379,7 +409,10 @@ def _escalated(transaction: Transaction, approval_id: str) -> bool:
     row = transaction.row(_ESCALATE, {"id": approval_id})
     if row is None:
         return False
-    transaction.run(_MOVE_DUE, {"approval_id": approval_id, "due_at": row[0]})
+    due_at, thread_id, assigned = row
+    transaction.run(_MOVE_DUE, {"approval_id": approval_id, "due_at": due_at})
+    asked = json.loads(assigned or "[]")
+    events.record(transaction, thread_id, events.REASSIGNED, approval_id=approval_id, to=asked)
     return True
 
 
@@ -401,7 +434,7 @@ def fire_due(store: Store, *, limit: int) -> list[Nudge]:
                 elif _escalated(transaction, approval_id):
                     continue
                 else:
-                    nudge = close_approval(transaction, approval_id, "expired", None)
+                    nudge = close_approval(transaction, approval_id, "expired", None, by=None)
                 if nudge is not None:
                     nudges.append(nudge)
     return nudges
@@ -417,6 +450,7 @@ _WITHDRAW = Statement(
         update(approval)
         .where(approval.c.thread_id == param("thread_id"), approval.c.status == "open")
         .values(status="withdrawn", closed_at=db_now())
+        .returning(approval.c.id, approval.c.run)
     )
 )
 
@@ -424,7 +458,8 @@ _WITHDRAW = Statement(
 def withdraw(transaction: Transaction, thread_id: str) -> None:
     """Close every open wait and approval of a thread that ends. The thread's lock is held."""
     transaction.run(_CLOSE_WAITS, {"thread_id": thread_id})
-    transaction.run(_WITHDRAW, {"thread_id": thread_id})
+    for approval_id, run_name in transaction.rows(_WITHDRAW, {"thread_id": thread_id}):
+        events.record(transaction, thread_id, events.CLOSED, run=run_name, approval_id=approval_id, status="withdrawn")
 
 
 # Only what a cancel closed has no answer.
@@ -450,6 +485,7 @@ _REOPEN_APPROVALS = Statement(
             exists().where(wait.c.approval_id == approval.c.id, wait.c.status == "open"),
         )
         .values(status="open", closed_at=None)
+        .returning(approval.c.id, approval.c.run)
     )
 )
 
@@ -458,4 +494,5 @@ def ask_again(transaction: Transaction, thread_id: str, branch: int, seq: int) -
     """Take `withdraw` back for the step under way, when its run is not cancelled any more. The thread is locked."""
     params = {"thread_id": thread_id, "branch": branch, "seq": seq}
     transaction.run(_REOPEN_WAITS, params)
-    transaction.run(_REOPEN_APPROVALS, params)
+    for approval_id, run_name in transaction.rows(_REOPEN_APPROVALS, params):
+        events.record(transaction, thread_id, events.OPENED, run=run_name, approval_id=approval_id)

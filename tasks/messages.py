@@ -26,6 +26,7 @@ from keepstep.errors import InvalidMessage, KeepstepError, NotStorable, TooLarge
 from keepstep.jsonvalue import checked_json, shown_key
 from keepstep.priority import Priority
 from keepstep.runtime.principals import Principal
+from keepstep.runtime.reader import Event
 from keepstep.tasks.tokens import TrustedKeys
 
 VERSION: Literal[1] = 1
@@ -250,6 +251,30 @@ class Reply(BaseModel):
     error: ErrorPart | None = Field(None, description="With `refused`: why.")
 
 
+class EventMessage(BaseModel):
+    """Something that happened, as workers publish it. It may come twice: its `position` tells."""
+
+    model_config = ConfigDict(strict=True, extra="forbid", frozen=True, hide_input_in_errors=True)
+
+    v: Literal[1] = Field(description="The version of this contract.")
+    event: str = Field(description="What kind of thing happened.")
+    id: int = Field(description="The event's own, wherever it is read.")
+    position: int = Field(description="Its place in the log, larger than that of every event published before it.")
+    at: float = Field(description="When it happened, in seconds since 1970 by the database's clock.")
+    tenant: str = Field(description="The tenant that owns the thread.")
+    application: str = Field(description="The application that the thread belongs to.")
+    graph: str = Field(description="The graph's name.")
+    thread: str = Field(description="The thread's name.")
+    thread_id: str = Field(description="The internal id of the thread.")
+    run_id: str | None = Field(None, description="The run that it is about.")
+    node: str | None = Field(None, description="The node run that it is about.")
+    approval: str | None = Field(None, description="The approval that it is about.")
+    payload: Any = Field(None, description="What else there is to say: see the table below.")
+    left_out: bool = Field(
+        default=False, description="The payload would make the message larger than `message_bytes_max`: read the log."
+    )
+
+
 Command = Start | Decide | SignalMessage | Control | Edit | Resolve
 MODELS: dict[str, type[Command]] = {
     "start": Start,
@@ -412,6 +437,35 @@ def reply(
         error=part,
     )
     return answer.model_dump_json(exclude_none=True).encode()
+
+
+def event(found: Event, *, size_max: int) -> bytes:
+    """Return the body that publishes an event of the log, without its payload where that makes it too large."""
+    message = EventMessage(
+        v=VERSION,
+        event=found.kind,
+        id=found.id,
+        position=found.cursor,
+        at=found.at.timestamp(),
+        tenant=found.tenant,
+        application=found.application,
+        graph=found.graph,
+        thread=found.thread,
+        thread_id=found.thread_id,
+        run_id=found.run,
+        node=found.node or None,
+        approval=found.approval,
+        payload=found.payload,
+    )
+    body = _body(message)
+    if len(body) > size_max:
+        body = _body(message.model_copy(update={"payload": None, "left_out": True}))
+    return body
+
+
+def _body(message: EventMessage) -> bytes:
+    fields = message.model_dump(exclude_defaults=True)
+    return json.dumps(fields, ensure_ascii=True, allow_nan=False, separators=(",", ":")).encode()
 
 
 # --- describing -------------------------------------------------------------------------------------------------------

@@ -2,7 +2,8 @@
 
 In the main process, beside Celery's loop, each in a thread of its own: `liveness` renews the worker's row, `children`
 releases what a dead pool child held, `sweeper` finds due threads that nobody runs, `commands` takes in what people
-and programs want, and `relay` sends what producers have written to an outbox. The pool runs nudges, nothing else.
+and programs want, `events` publishes what happened, and `relay` sends what producers have written to an outbox. The
+pool runs nudges, nothing else.
 """
 
 from __future__ import annotations
@@ -32,6 +33,7 @@ from keepstep.tasks import carried, logs, process
 from keepstep.tasks.children import Children
 from keepstep.tasks.commands import Commands
 from keepstep.tasks.config import default_queue
+from keepstep.tasks.events import Events
 from keepstep.tasks.liveness import Liveness
 from keepstep.tasks.publish import Publisher
 from keepstep.tasks.registration import Registration
@@ -95,6 +97,7 @@ class KeepstepStep(bootsteps.StartStopStep):
         self._receiving: list[Service] = [
             self._sweeper,
             Commands(settings, _own_runtime(settings, graphs, worker_id, room.publish)),
+            Events(settings, worker_id),
         ]
         self._receiving += [Relay(settings, url) for url in settings.outboxes]
         self._living: list[Service] = [liveness]

@@ -122,7 +122,7 @@ class Follower:
 
     def _events(self) -> Iterator[Event]:
         while True:
-            found = self.reader.events(self.thread_id, after=self.cursor, limit=_EVENTS_MAX)
+            found = self.reader.events(self.thread_id, after=self.cursor, limit=_EVENTS_MAX, kind="node.emitted")
             for each in found:
                 self.cursor = each.cursor
                 if each.run == self.run_id:

@@ -46,7 +46,7 @@ def _document(reader: Reader, found: Thread) -> dict[str, Any]:
         "approvals": [records.approval(each, reader.decisions(each.id)) for each in open_approvals],
         "waits": [records.wait(each) for each in reader.waits(found.id)],
         "effects": [records.effect(each) for each in reader.effects(found.id)],
-        "events": [records.event(each) for each in reader.events(found.id)],
+        "events": [records.event(each) for each in reader.events(found.id, kind="node.emitted")],
         "audit": [records.audit(each) for each in reader.audit(found.id)],
     }
 
@@ -243,7 +243,7 @@ def _print_effects(session: Session, reader: Reader, found: Thread) -> None:
 def _print_events(session: Session, reader: Reader, found: Thread) -> None:
     from keepstep.cli.output import local, short
 
-    events = reader.events(found.id, limit=_EVENTS_MAX)
+    events = reader.events(found.id, limit=_EVENTS_MAX, kind="node.emitted")
     if not events:
         return
     session.output.heading(f"Events ({len(events)}, the last {min(len(events), _RECENT)})")

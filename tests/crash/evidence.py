@@ -79,6 +79,15 @@ def count(deployment: Deployment, table: str, thread: str, condition: str = "tru
     return int(found)
 
 
+def events(deployment: Deployment, thread: str) -> Counter[str]:
+    """Return how often each kind of event of a thread stands in the log."""
+    rows = deployment.query(
+        "SELECT e.kind FROM keepstep_event e JOIN keepstep_thread t ON t.id = e.thread_id WHERE t.name = :name",
+        name=thread,
+    )
+    return Counter(kind for (kind,) in rows)
+
+
 def error_code(deployment: Deployment, thread: str) -> str:
     """Return the code of a thread's error."""
     [(error,)] = deployment.query("SELECT error FROM keepstep_thread WHERE name = :name", name=thread)

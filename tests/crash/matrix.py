@@ -239,6 +239,18 @@ OF_MODELS = (
 )
 """Where a pool child dies that asks a model, on the same machine as the one that goes on."""
 
+OF_PUBLISHERS = (
+    Death("after_place", "", "nothing; another worker publishes them", of_main_process=True, of_the_broker=True),
+    Death(
+        "after_announce",
+        "",
+        "events are published twice, at the same positions",
+        of_main_process=True,
+        of_the_broker=True,
+    ),
+)
+"""Where a worker dies that publishes events."""
+
 REGISTERED = Death("after_register", "", "nothing; the row lapses and is removed", of_main_process=True)
 """Where a worker dies before it takes any work."""
 
@@ -255,6 +267,7 @@ DEATHS = (
     *OF_TRANSACTIONS,
     *OF_UNDOS,
     *OF_MODELS,
+    *OF_PUBLISHERS,
     REGISTERED,
     ADMITTED,
 )

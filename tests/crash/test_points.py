@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import signal
+from collections import Counter
 from pathlib import Path
 
 import psutil
@@ -10,7 +11,17 @@ import pytest
 
 from keepstep.crashpoints import POINTS
 from tests.crash import evidence
-from tests.crash.matrix import ADMITTED, CALLS, DEATHS, ENTERED, HISTORY, OF_CHILDREN, OF_MAIN_PROCESS, REGISTERED
+from tests.crash.matrix import (
+    ADMITTED,
+    CALLS,
+    DEATHS,
+    ENTERED,
+    HISTORY,
+    OF_CHILDREN,
+    OF_MAIN_PROCESS,
+    OF_PUBLISHERS,
+    REGISTERED,
+)
 from tests.crash.page import page
 from tests.worker.deployment import eventually
 
@@ -20,6 +31,16 @@ LOG = [
     *("price of {0}", "fare of {0}", "seat0 of {0}", "seat1 of {0}", "seat2 of {0}"),
     *("rules of {0}", "approve", "cabin of {0}", "high", "slept", "toll of {0}"),
 ]
+EVENTS = {
+    **dict.fromkeys(("thread.started", "thread.paused", "thread.resumed", "thread.done", "node.emitted"), 1),
+    "approval.opened": 1,
+    "approval.closed": 1,
+    "thread.waiting": 3,
+}
+_UNPUBLISHED = (
+    "SELECT count(*) FROM keepstep_event "
+    "WHERE coalesce(position, 1e12) > (SELECT position FROM keepstep_mark WHERE name = 'published')"
+)
 COMMANDS = {"start": 1, "pause": 1, "edit": 1, "resume": 1, "decide": 1, "signal": 1}
 
 
@@ -69,7 +90,7 @@ def check_voyage(crew, thread, death):
         name=thread,
     ) == [("done", "", None, 0, 1, 0)]
     assert evidence.count(deployment, "run", thread, "x.status = 'done' AND x.steps = 7") == 1
-    assert evidence.count(deployment, "event", thread) == 1
+    assert evidence.events(deployment, thread) == EVENTS
     assert evidence.count(deployment, "node_run", thread) == 3
     assert evidence.count(deployment, "approval", thread) == 1
     assert evidence.count(deployment, "wait", thread) == 3
@@ -156,6 +177,42 @@ def main_process_dies(crew, death, prefix):
     assert victim.process.wait(10) == -signal.SIGKILL
     # A pool does not outlive its worker.
     assert psutil.wait_procs(pools[pid], timeout=20)[1] == []
+
+
+@pytest.mark.parametrize("death", OF_PUBLISHERS, ids=lambda death: death.id)
+def test_who_publishes_events_dies(crew, death):
+    who_publishes_dies(crew, death, "")
+
+
+@pytest.mark.parametrize("death", OF_PUBLISHERS, ids=lambda death: death.id)
+def test_who_publishes_events_dies_on_rabbitmq(rabbitmq_crew, death):
+    who_publishes_dies(rabbitmq_crew, death, "rabbitmq.")
+
+
+def who_publishes_dies(crew, death, prefix):
+    workers, thread = crew.workers(2), prefix + death.id
+    subscription = crew.deployment.client.events(thread, timeout=60)
+    eventually(lambda: crew.deployment.query(_UNPUBLISHED) == [(0,)], what="earlier events published")
+    crew.arm(death.point)
+
+    sail(crew, thread)
+    point, pid = crew.died()
+    assert point == death.point
+    check_voyage(crew, thread, death)
+    assert [worker.process.wait(10) for worker in workers if worker.pid == pid] == [-signal.SIGKILL]
+
+    heard = []
+    for event in subscription:
+        if event["thread"] == thread:
+            heard.append((event["position"], event["event"]))
+        if (event["thread"], event["event"]) == (thread, "thread.done"):
+            break
+    subscription.remove()
+    # Some may come twice, for those that were not marked; none is missing, and what comes twice says so.
+    once = dict(heard)
+    assert Counter(once.values()) == EVENTS
+    assert list(once) == sorted(once)
+    assert len(heard) > len(once) if death.point == "after_announce" else heard == list(once.items())
 
 
 def test_a_worker_dies_when_it_has_registered(crew):

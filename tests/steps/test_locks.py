@@ -248,7 +248,7 @@ def test_a_decision_that_comes_while_the_step_parks_wakes_it(served, monkeypatch
     go_on.set()
     person = d.worker_of(pid=2)
     rival = Rival(d, lambda: d.decide(worker=person))
-    in_the_middle(monkeypatch, outcomes, "insert_events", rival.comes)
+    in_the_middle(monkeypatch, outcomes.events, "emit", rival.comes)
 
     d.work(nudge)
 
@@ -266,7 +266,7 @@ def test_the_join_and_a_cancel_take_their_locks_in_one_order(served, monkeypatch
     person = d.worker_of(pid=2)
     rival = Rival(d, lambda: d.control("cancel", worker=person))
     cancels = in_the_middle(monkeypatch, commands.threads, "cancel", lambda: None)
-    finishes = in_the_middle(monkeypatch, outcomes, "insert_events", rival.comes)
+    finishes = in_the_middle(monkeypatch, outcomes.events, "emit", rival.comes)
 
     d.work(d.queue.pop(0))
     # The other node run could be claimed, and end, before the one who waits for the lock has it.
@@ -277,7 +277,7 @@ def test_the_join_and_a_cancel_take_their_locks_in_one_order(served, monkeypatch
             d.work(d.queue.pop(0))
     assert d.thread.status == "cancelled"
     # Neither was a deadlock's victim that had to begin again.
-    assert (cancels["cancel"], finishes["insert_events"]) == (1, 1)
+    assert (cancels["cancel"], finishes["emit"]) == (1, 1)
 
 
 # --- edits of a state ---

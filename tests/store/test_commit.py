@@ -8,8 +8,9 @@ import pytest
 
 from keepstep.errors import DatabaseUnavailable, StaleLease
 from keepstep.store import claims, leases, outcomes, threads
-from keepstep.store.checkpoints import NewEvent, commit, history
+from keepstep.store.checkpoints import commit, history
 from keepstep.store.engine import Store
+from keepstep.store.events import NewEvent
 from keepstep.store.outcomes import NewApproval, NewNodeRun, NewWait
 from tests.store.records import checkpoint, claimed, created, dump, new_run, row
 
@@ -84,10 +85,10 @@ def test_a_commit_that_fails_half_way_leaves_nothing(store):
     thread_id = created(store)
     fence = claimed(store, thread_id).fence
     before = dump(store)
-    events = [NewEvent("n", b"fine"), NewEvent("n", None)]  # the second cannot be stored
+    emitted = [NewEvent("n", b"fine"), NewEvent(None, b"event")]  # the second cannot be stored
 
     with pytest.raises(Exception, match=r"(?i)null"):
-        commit(store, fence, checkpoint(fence, status="done", events=events), patience_seconds=1)
+        commit(store, fence, checkpoint(fence, status="done", emitted=emitted), patience_seconds=1)
     assert dump(store) == before
     assert commit(store, fence, checkpoint(fence), patience_seconds=1).version == 2
 
@@ -96,7 +97,7 @@ def test_a_commit_that_fails_half_way_leaves_nothing(store):
 
 _SHAPES = {
     "alone": {},
-    "with company": {"events": [NewEvent("n", b"event")], "signals_of": "key"},
+    "with company": {"emitted": [NewEvent("n", b"event")], "signals_of": "key"},
     "at the end": {"status": "done"},
     "keeping the lease": {"keep_lease": True, "begins_run": True},
 }
@@ -125,7 +126,7 @@ def test_the_outcome_is_found_out(postgresql_url, proxied_url, postgresql_proxy,
     assert ids(direct, thread_id) == [new.id]
     assert (found["seq"], found["version"], found["queued"]) == (0, 2, queued)
     assert (found["lease_nonce"] == fence.nonce) is kept
-    assert len(dump(direct)["keepstep_event"]) == len(new.events)
+    assert len(dump(direct)["keepstep_event"]) == len(new.emitted)
     direct.dispose()
     proxied.dispose()
 

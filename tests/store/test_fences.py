@@ -6,8 +6,9 @@ import pytest
 
 from keepstep.errors import StaleLease
 from keepstep.store import claims, effects, leases, outcomes, threads, undone
-from keepstep.store.checkpoints import NewEvent, commit
+from keepstep.store.checkpoints import commit
 from keepstep.store.effects import EffectKey
+from keepstep.store.events import NewEvent
 from keepstep.store.leases import Owner
 from keepstep.store.outcomes import NewApproval, NewNodeRun, NewWait
 from keepstep.store.undoing import Undoable
@@ -27,7 +28,7 @@ def _key(fence, call="pay:1"):
 
 
 def _commit(store, fence):
-    commit(store, fence, checkpoint(fence, events=EVENTS, signals_of="key"), patience_seconds=0)
+    commit(store, fence, checkpoint(fence, emitted=EVENTS, signals_of="key"), patience_seconds=0)
 
 
 def _commit_alone(store, fence):
@@ -39,7 +40,7 @@ def _end(store, fence):
 
 
 def _park(store, fence):
-    outcomes.park(store, fence, step="key", run=fence.run or "n", asked=[APPROVAL, SIGNAL], failures=0, events=EVENTS)
+    outcomes.park(store, fence, step="key", run=fence.run or "n", asked=[APPROVAL, SIGNAL], failures=0, emitted=EVENTS)
 
 
 def _postpone(store, fence):
@@ -51,7 +52,7 @@ def _begin_attempt(store, fence):
 
 
 def _stop(store, fence):
-    outcomes.stop(store, fence, status="failed", error="{}", events=EVENTS)
+    outcomes.stop(store, fence, status="failed", error="{}", emitted=EVENTS)
 
 
 def _block(store, fence):
@@ -71,7 +72,7 @@ def _fan_out(store, fence):
 
 
 def _finish_node(store, fence):
-    outcomes.finish_node(store, fence, status="done", write=b"write", events=EVENTS)
+    outcomes.finish_node(store, fence, status="done", write=b"write", emitted=EVENTS)
 
 
 def _intend(store, fence):

@@ -1,0 +1,377 @@
+"""The log of events: what happened stands there when it has happened, in order, and a reader misses nothing."""
+
+from __future__ import annotations
+
+import json
+import threading
+from datetime import timedelta
+from typing import Annotated, TypedDict
+
+import pytest
+
+from keepstep import END, START, Graph, Send, append
+from keepstep.errors import InvalidInput
+from keepstep.store import events, outcomes
+
+
+class Log(TypedDict, total=False):
+    log: Annotated[list, append]
+
+
+def graph_of(body, name="told", **options):
+    graph = Graph(name, state=Log, **options)
+    graph.node(body, name="body")
+    graph.edge(START, "body")
+    graph.edge("body", END)
+    return graph
+
+
+def told(d, kind=None):
+    """(kind, payload) of the thread's events, in order."""
+    return [(each.kind, each.payload) for each in d.reader.events(d.name, kind=kind)]
+
+
+def kinds(d):
+    return [each.kind for each in d.reader.events(d.name)]
+
+
+def test_a_run_tells_that_it_begins_what_it_emits_and_how_it_ends(deploy):
+    def body(_state, ctx):
+        ctx.emit({"part": 1})
+        return {"log": ["ok"]}
+
+    d = deploy(graph_of(body))
+    run = d.start().run_id
+    assert kinds(d) == []  # accepted is not begun
+    d.drain()
+    first = d.reader.events(d.name)
+    assert [(each.kind, each.run, each.node, each.payload) for each in first] == [
+        ("thread.started", run, "", None),
+        ("node.emitted", run, "body", {"part": 1}),
+        ("thread.done", run, "", None),
+    ]
+    again = d.start().run_id
+    d.drain()
+    later = d.reader.events(d.name, after=first[-1].cursor)
+    assert [(each.kind, each.run) for each in later] == [
+        ("thread.started", again),
+        ("node.emitted", again),
+        ("thread.done", again),
+    ]
+
+
+def test_a_question_is_told_with_all_that_is_needed_to_answer_it(deploy):
+    def body(_state, ctx):
+        return {
+            "log": [ctx.approve("Pay?", arguments={"amount": "12.50"}, to=["finance"], quorum=2, expires=60).verdict]
+        }
+
+    d = deploy(graph_of(body))
+    d.start()
+    d.drain()
+    approval = d.approvals()[0].id
+    _, opened, waiting = d.reader.events(d.name)
+    assert (opened.kind, opened.approval, opened.node) == ("approval.opened", approval, "body")
+    assert isinstance(opened.payload.pop("expires_at"), float)
+    assert opened.payload == {
+        "kind": "approve",
+        "question": "Pay?",
+        "arguments": {"amount": "12.50"},
+        "to": ["finance"],
+        "quorum": 2,
+        "on_expiry": "reject",
+    }
+    assert waiting.kind == "thread.waiting"
+    assert isinstance(waiting.payload["waits"][0].pop("due_at"), float)
+    assert waiting.payload == {"waits": [{"kind": "approval", "approval": approval}]}
+
+    seen = waiting.cursor
+    d.decide("approve", by="anna")
+    assert d.reader.events(d.name, after=seen) == []
+    d.decide("delegate", by="bert", to=["chris"])
+    d.decide("approve", by="chris", approval=approval)
+    d.drain()
+    assert [(each.kind, each.approval, each.payload) for each in d.reader.events(d.name, after=seen)] == [
+        ("approval.reassigned", approval, {"to": ["finance", "chris"], "by": "bert"}),
+        ("approval.closed", approval, {"status": "approved", "by": "chris"}),
+        ("thread.done", None, None),
+    ]
+
+
+def test_time_reassigns_and_closes_questions(timed, clock):
+    def body(_state, ctx):
+        ctx.approve("Pay?", to=["finance"], expires=timedelta(minutes=1), on_expiry="escalate", escalate_to=["boss"])
+
+    d = timed(graph_of(body))
+    d.start()
+    d.drain()
+    seen = d.reader.events(d.name)[-1].cursor
+    for _ in range(2):
+        clock.now += 61
+        d.sweep()
+    d.drain()
+    after = [(each.kind, each.payload) for each in d.reader.events(d.name, after=seen)]
+    assert after[:2] == [("approval.reassigned", {"to": ["boss"]}), ("approval.closed", {"status": "expired"})]
+
+
+def test_a_cancel_withdraws_what_is_asked_and_a_retry_asks_again(deploy):
+    def body(_state, ctx):
+        ctx.approve("Pay?")
+        ctx.wait_signal("go", key="k")
+
+    d = deploy(graph_of(body))
+    run = d.start().run_id
+    d.drain()
+    approval = d.approvals()[0].id
+    d.control("cancel", by="anna", reason="no more")
+    d.control("retry", by="anna")
+    d.drain()
+    d.decide()
+    d.drain()
+    error = {"code": "cancelled", "message": "no more", "by": "anna"}
+    found = [(each.kind, each.approval, each.payload) for each in d.reader.events(d.name, after=0)]
+    assert found[3:] == [
+        ("approval.closed", approval, {"status": "withdrawn"}),
+        ("thread.cancelled", None, {"error": error}),
+        ("thread.retried", None, None),
+        ("approval.opened", approval, found[1][2]),
+        ("thread.waiting", None, {"waits": [{"kind": "approval", "approval": approval}]}),
+        ("approval.closed", approval, {"status": "approved", "by": "anna"}),
+        ("thread.waiting", None, {"waits": [{"kind": "signal", "signal": "go", "key": "k"}]}),
+    ]
+    assert {each.run for each in d.reader.events(d.name)} == {run}
+
+
+def test_each_run_that_a_cancel_ends_is_told(deploy):
+    d = deploy(graph_of(lambda _state, ctx: ctx.wait_signal("go")))
+    runs = [d.start().run_id for _ in range(3)]
+    d.drain()
+    d.control("cancel")
+    ended = [(each.kind, each.run) for each in d.reader.events(d.name, kind="thread.cancelled")]
+    assert sorted(ended) == sorted(("thread.cancelled", run) for run in runs)
+
+
+def test_failing_blocking_and_going_on_is_told(deploy):
+    fails = [RuntimeError("broken")]
+
+    def body(_state, _ctx):
+        if fails:
+            raise fails.pop()
+        return {"log": ["ok"]}
+
+    d = deploy(graph_of(body))
+    d.start()
+    d.drain()
+    assert d.thread.status == "failed"
+    error = d.thread.error
+    d.control("retry")
+    d.drain()
+    assert told(d) == [
+        ("thread.started", None),
+        ("thread.failed", {"error": error}),
+        ("thread.retried", None),
+        ("thread.done", None),
+    ]
+
+
+def test_pauses_are_told(deploy):
+    d = deploy(graph_of(lambda _state, ctx: ctx.sleep(0)))
+    d.start()
+    d.control("pause")
+    d.control("resume")
+    assert kinds(d) == ["thread.paused", "thread.resumed"]
+
+
+def test_a_blocked_thread_is_told_with_its_error(deploy):
+    def body(_state, ctx):
+        ctx.effect(lambda: 1 / 0 if ctx.attempt == 1 else 1)
+
+    d = deploy(graph_of(body), deaths_max=1)
+    d.start()
+    d.drain()
+    d.execute("UPDATE keepstep_thread SET status = 'ready', deaths = 5, next_nudge_at = 0, due_at = 0")
+    d.sweep()
+    d.drain()
+    kind, payload = told(d)[-1]
+    assert (kind, payload) == ("thread.blocked", {"error": d.thread.error})
+
+
+def test_a_run_that_cannot_begin_has_failed(deploy):
+    d = deploy(graph_of(lambda _state, _ctx: {}))
+    d.start()
+    d.execute("UPDATE keepstep_run SET input = :bad", bad=b"KS1j- 1 \n" + json.dumps({"none": 1}).encode())
+    d.drain()
+    assert d.thread.status == "failed"
+    assert told(d) == [("thread.failed", {"error": d.thread.error})]
+
+
+def test_parallel_node_runs_each_tell_that_they_wait(deploy):
+    graph = Graph("told", state=Log, fan_out=True)
+    graph.node(lambda _state, ctx: ctx.wait_signal("go", key=ctx.node), name="body")
+    graph.route(START, lambda _state: [Send("body", {}), Send("body", {})], to=["body"])
+    graph.edge("body", END)
+    d = deploy(graph)
+    d.start()
+    d.drain()
+    waiting = d.reader.events(d.name, kind="thread.waiting")
+    assert sorted(each.node for each in waiting) == ["body#0", "body#1"]
+
+
+def test_an_attempt_that_lost_its_lease_tells_nothing(deploy, monkeypatch):
+    d = deploy(graph_of(lambda _state, ctx: ctx.wait_signal("go")))
+    d.start()
+    real = outcomes.lock
+
+    def stolen(transaction, fence):
+        transaction.cursor.execute("UPDATE keepstep_thread SET lease_nonce = 'another'")
+        return real(transaction, fence)
+
+    with monkeypatch.context() as patched:
+        patched.setattr(outcomes, "lock", stolen)
+        d.drain()
+    assert kinds(d) == ["thread.started"]
+
+
+# --- the log ---
+
+
+def work_off(d):
+    """Work until the queue is empty, of whichever threads."""
+    while d.queue:
+        d.work(d.queue.pop(0))
+
+
+def place_all(d, limit=100):
+    while events.place(d.store, limit=limit):
+        pass
+
+
+def test_the_log_has_everybodys_events_of_a_tenant_in_order(deploy):
+    d = deploy(graph_of(lambda _state, _ctx: {}))
+    for thread in ("a", "b", "c"):
+        d.start(thread=thread)
+    d.start(thread="d", tenant="another")
+    work_off(d)
+    assert d.reader.events() == []  # they have no place yet
+    assert events.pending(d.store).unplaced is True
+    place_all(d, limit=3)
+    log = d.reader.events()
+    assert sorted((each.thread, each.kind) for each in log) == sorted(
+        (thread, kind) for thread in ("a", "b", "c") for kind in ("thread.started", "thread.done")
+    )
+    assert [each.cursor for each in log] == sorted(each.cursor for each in log)
+    of_all = events.of_all(d.store, after=0, limit=100)
+    assert [each.position for each in of_all] == list(range(1, 9))
+    # Page by page it is the same, and nothing comes after the end.
+    pages, after = [], 0
+    while page := d.reader.events(after=after, limit=4):
+        pages += page
+        after = page[-1].cursor
+    assert pages == log
+    assert events.pending(d.store) == events.Pending(False, 8)
+
+
+def test_an_event_that_is_committed_late_comes_after_those_that_were_read(served):
+    """Ids are given before commits: a reader that went by them would pass over the late one."""
+    d = served(graph_of(lambda _state, _ctx: {}))
+    d.start(thread="late")
+    d.start(thread="early")
+    work_off(d)
+    d.execute("DELETE FROM keepstep_event")
+    thread_ids = {each.name: each.id for each in d.reader.threads()}
+    written, go_on = threading.Event(), threading.Event()
+
+    def slowly():
+        with d.open().transaction() as transaction:
+            events.record(transaction, thread_ids["late"], events.PAUSED)
+            written.set()
+            assert go_on.wait(20)
+
+    slow = threading.Thread(target=slowly)
+    slow.start()
+    assert written.wait(20)
+    with d.store.transaction() as transaction:
+        events.record(transaction, thread_ids["early"], events.PAUSED)
+    place_all(d)
+    [first] = d.reader.events()
+    go_on.set()
+    slow.join(20)
+    place_all(d)
+    [second] = d.reader.events(after=first.cursor)
+
+    assert (first.thread, second.thread) == ("early", "late")
+    assert second.id < first.id
+
+
+def test_two_that_place_at_once_give_each_event_one_place(served):
+    d = served(graph_of(lambda _state, _ctx: {}))
+    for number in range(30):
+        d.start(thread=f"t{number}")
+    work_off(d)
+    stores, errors, barrier = [d.open() for _ in range(4)], [], threading.Barrier(4)
+
+    def places(store):
+        try:
+            barrier.wait(20)
+            while events.pending(store).unplaced:
+                events.place(store, limit=5)
+        except BaseException as error:  # noqa: BLE001  shown below
+            errors.append(error)
+
+    crowd = [threading.Thread(target=places, args=(store,)) for store in stores]
+    for each in crowd:
+        each.start()
+    for each in crowd:
+        each.join(60)
+    assert errors == []
+    assert [each.position for each in events.of_all(d.store, after=0, limit=100)] == list(range(1, 61))
+
+
+def test_one_publishes_at_a_time_until_it_is_given_up(timed, clock):
+    d = timed(graph_of(lambda _state, _ctx: {}))
+    d.start()
+    d.drain()
+    place_all(d)
+    assert events.hold_publishing(d.store, "one", seconds=10) == 0
+    assert events.hold_publishing(d.store, "two", seconds=10) is None
+    events.published(d.store, 1)
+    assert events.hold_publishing(d.store, "one", seconds=10) == 1
+    clock.now += 11
+    assert events.hold_publishing(d.store, "two", seconds=10) == 1
+    events.let_go(d.store, "one")  # late: it is another's by now
+    assert events.hold_publishing(d.store, "three", seconds=10) is None
+    events.published(d.store, 2)
+    events.published(d.store, 1)  # late: the mark does not go back
+    events.let_go(d.store, "two")
+    assert events.hold_publishing(d.store, "three", seconds=10) == 2
+    assert events.pending(d.store) == events.Pending(False, 0)
+
+
+@pytest.mark.parametrize(
+    ("given", "says"),
+    [
+        ({"kind": "approval"}, "kind: there is no event 'approval'"),
+        ({"kind": "nothing.*"}, "kind: there is no event 'nothing.\\*'"),
+        ({"graph": "told"}, "graph: name a thread of it, too"),
+    ],
+)
+def test_what_no_event_is_called_is_refused(deploy, given, says):
+    d = deploy(graph_of(lambda _state, _ctx: {}))
+    with pytest.raises(InvalidInput, match=says):
+        d.reader.events(**given)
+
+
+def test_kinds_are_chosen_by_their_beginning(deploy):
+    d = deploy(graph_of(lambda _state, ctx: ctx.approve("Go on?") and None))
+    d.start()
+    d.drain()
+    d.decide()
+    d.drain()
+    place_all(d)
+    assert [each.kind for each in d.reader.events(kind="approval.*")] == ["approval.opened", "approval.closed"]
+    assert [each.kind for each in d.reader.events(d.name, kind="thread.*")] == [
+        "thread.started",
+        "thread.waiting",
+        "thread.done",
+    ]
+    assert len(d.reader.events(kind="*")) == 5

@@ -1,0 +1,180 @@
+"""Events on real brokers: whoever listens hears all of it, also what happened while they were away."""
+
+from __future__ import annotations
+
+import threading
+import time
+
+import pytest
+
+import keepstep
+from keepstep.errors import InvalidInput
+from keepstep.runtime.reader import Reader
+from tests.worker.deployment import eventually
+
+CHAIN = ["thread.started", "thread.done"]
+
+
+def heard(subscription, count):
+    """Return (thread, kind) of the next events."""
+    found = []
+    for event in subscription:
+        found.append((event["thread"], event["event"]))
+        if len(found) == count:
+            return found
+    pytest.fail(f"only {found} were heard")
+
+
+def log_of(deployment):
+    with Reader(settings=deployment.settings) as reader:
+        return [(each.thread, each.kind) for each in reader.events()]
+
+
+def test_a_question_is_heard_and_answered_by_a_service_that_knows_the_broker_alone(on_each_broker):
+    deployment = on_each_broker
+    deployment.worker()
+    client = deployment.client
+    with client.events("questions", kind="approval.opened", timeout=30) as questions:
+        deployment.start("asking", "t")
+        [question] = [next(questions)]
+        assert (question["graph"], question["thread"], question["payload"]["question"]) == ("asking", "t", "Go on?")
+        assert question["payload"]["arguments"] == {"thread": "t"}
+        client.approve(question["approval"], by="anna")
+    deployment.ended("t")
+    with client.events("questions", kind="approval.opened", timeout=0) as questions:
+        assert list(questions) == []  # the one that was handled is acknowledged
+
+
+def test_each_subscriber_gets_what_it_asked_for_and_misses_nothing_while_it_is_away(on_each_broker):
+    deployment = on_each_broker
+    deployment.worker()
+    client, names = deployment.client, [f"t{number}" for number in range(5)]
+    everything = client.events("everything", timeout=30)
+    ends = client.events("ends", kind="thread.done", graph="chain", timeout=30)
+    questions = client.events("questions", kind="approval.*", timeout=0.5)
+    with keepstep.Client(settings=deployment.settings, tenant="another") as other:
+        foreign = other.events("foreign", timeout=0.5)
+    deployment.start("chain", *names)
+    deployment.ended(*names)
+    everything.close()
+    deployment.start("chain", "later")
+    deployment.ended("later")
+
+    names.append("later")
+    assert sorted(heard(ends, 6)) == sorted((name, "thread.done") for name in names)
+    everything = client.events("everything", timeout=30)
+    told = heard(everything, 12)
+    assert sorted(told) == sorted((name, kind) for name in names for kind in CHAIN)
+    assert told == log_of(deployment)
+    assert list(questions) == []
+    assert list(foreign) == []
+    for each in (everything, ends, questions, foreign):
+        each.close()
+
+
+def test_an_event_whose_handling_failed_comes_again_to_its_subscriber_alone(on_each_broker):
+    deployment = on_each_broker
+    deployment.worker()
+    client = deployment.client
+    other = client.events("other", kind="thread.done", timeout=30)
+    failing = client.events("failing", kind="thread.done", timeout=30)
+    deployment.start("chain", "t")
+    with pytest.raises(ZeroDivisionError), failing:
+        for event in failing:
+            assert event["thread"] == "t"
+            raise ZeroDivisionError
+    with client.events("failing", kind="thread.done", timeout=40) as again:
+        assert heard(again, 1) == [("t", "thread.done")]
+    assert heard(other, 1) == [("t", "thread.done")]
+    other.close()
+    with client.events("other", kind="thread.done", timeout=0.5) as other:
+        assert list(other) == []
+
+
+def test_a_subscription_that_is_removed_gathers_nothing(on_each_broker):
+    deployment = on_each_broker
+    deployment.worker()
+    client = deployment.client
+    client.events("gone", timeout=1).remove()
+    kept = client.events("kept", kind="thread.done", timeout=30)
+    deployment.start("chain", "t")
+    assert heard(kept, 1) == [("t", "thread.done")]
+    kept.close()
+    with client.events("gone", timeout=0.5) as gone:
+        assert list(gone) == []
+
+
+def test_events_wait_for_a_broker_that_is_away(tmp_path, postgresql_url, spare_redis):
+    from tests.worker.deployment import deployed
+
+    with deployed(tmp_path, postgresql_url, spare_redis.url) as deployment:
+        deployment.worker()
+        deployment.start("asking", "t")
+        deployment.ended("t", status="waiting")
+        before = len(log_of(deployment))
+        client = deployment.client
+        with client.events("all", timeout=30) as every:
+            spare_redis.freeze()
+            approval = deployment.query("SELECT id FROM keepstep_approval")[0][0]
+            deployment.execute("UPDATE keepstep_mark SET position = 0 WHERE name = 'published'")
+            time.sleep(0)
+            spare_redis.thaw()
+            client.approve(approval, by="anna")
+            deployment.ended("t")
+            positions = [next(every)["position"] for _ in range(before + 2)]
+        # All of it again, as the mark said that nothing was published, then what is new.
+        assert positions == list(range(1, before + 3))
+
+
+def test_many_workers_publish_each_event_once(served):
+    for _ in range(3):
+        served.launch(concurrency=1)
+    for worker in served.workers:
+        worker.ready()
+    names = [f"t{number}" for number in range(40)]
+    with served.client.events("all", timeout=30) as every:
+        served.start("chain", *names)
+        told = [next(every)["position"] for _ in range(80)]
+    assert told == list(range(1, 81))
+    with served.client.events("all", timeout=0.5) as every:
+        assert list(every) == []
+
+
+def test_two_who_share_a_queue_share_the_events(on_each_broker):
+    deployment = on_each_broker
+    deployment.worker()
+    names = [f"t{number}" for number in range(30)]
+    found, lock = [], threading.Lock()
+
+    def listen(subscription):
+        for event in subscription:
+            with lock:
+                found.append(event["thread"])
+
+    both = [deployment.client.events("shared", kind="thread.done", timeout=3) for _ in range(2)]
+    crowd = [threading.Thread(target=listen, args=(each,)) for each in both]
+    deployment.start("chain", *names)
+    for each in crowd:
+        each.start()
+    eventually(lambda: len(found) == 30, what="30 events")
+    for each in crowd:
+        each.join(30)
+    for each in both:
+        each.close()
+    assert sorted(found) == sorted(names)
+
+
+def test_a_deployment_may_keep_its_events_to_the_log(embedded):
+    embedded.worker(KEEPSTEP_PUBLISH_EVENTS="false")
+    with embedded.client.events("all", timeout=1) as every:
+        embedded.start("chain", "t")
+        embedded.ended("t")
+        eventually(lambda: log_of(embedded) == [("t", kind) for kind in CHAIN], what="the log")
+        assert list(every) == []
+    assert embedded.query("SELECT position FROM keepstep_mark WHERE name = 'published'") == [(0,)]
+
+
+@pytest.mark.parametrize("kind", ["approval", "", "\n"])
+def test_a_kind_that_is_none_is_refused(kind, tmp_path):
+    with keepstep.Client(f"file://{tmp_path}/broker") as client, pytest.raises(InvalidInput, match="kind"):
+        client.events("q", kind=kind)

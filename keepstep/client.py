@@ -383,9 +383,9 @@ class Client:
     def events(self, queue: str, *, kind: str = "*", graph: str = "*", timeout: float | None = None) -> Subscription:
         """Return the tenant's events as they come, gathered in a durable queue of this name, from now on.
 
-        Subscribers that share a queue share the events. `kind` is one of docs/events.md, or `approval.*` and the like;
-        `graph` the name of one. The iteration ends when nothing came for `timeout` seconds; None: never. What happened
-        before there was the queue stands in the log: `Reader.events`.
+        Subscribers that share a queue share the events. `kind` is one of docs/messages.md, or `approval.*` and the
+        like; `graph` the name of one. The iteration ends when nothing came for `timeout` seconds; None: never. What
+        happened before there was the queue stands in the log: `Reader.events`.
         """
         family, _, rest = ids.checked_name("kind", kind).partition(".")
         tenant, of_graph = topics.word(self._tenant), "*" if graph == "*" else topics.word(graph)

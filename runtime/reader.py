@@ -155,7 +155,7 @@ class Event:
     id: int
     """The same wherever it is read or received."""
     kind: str
-    """`thread.started`, `approval.opened`, …: docs/events.md. `node.emitted`: what a node told the world."""
+    """`thread.started`, `approval.opened`, …: docs/messages.md. `node.emitted`: what a node told the world."""
     tenant: str
     application: str
     graph: str
@@ -426,21 +426,24 @@ class Reader:
         limit: int = 1000,
         kind: str | None = None,
         graph: str | None = None,
+        latest: bool = False,
     ) -> list[Event]:
         """Return events past a cursor, in order: the tenant's log, or one thread's; none is missed, none comes twice.
 
         `after` is the `cursor` of the last one that was read, 0 at first: a cursor of the log counts in the log, one
-        of a thread's events in those. `kind` is a kind or the beginning of some (`approval.*`). In the log an event
-        stands as soon as a worker has given it its place, within a second; a thread's are there at once.
+        of a thread's events in those. `kind` is a kind or the beginning of some (`approval.*`); `latest`: the last
+        `limit` of them and not the first. In the log an event stands as soon as a worker has given it its place,
+        within a second; a thread's are there at once.
         """
         pattern = _pattern(kind)
         if thread is not None:
-            found = events.of_thread(self._store, self._one(thread, graph).id, after=after, limit=limit, kind=pattern)
+            thread_id = self._one(thread, graph).id
+            found = events.of_thread(self._store, thread_id, after=after, limit=limit, kind=pattern, latest=latest)
             return [event_of(row, row.id) for row in found]
         if graph is not None:
             message = "graph: name a thread of it, too; the log is the whole tenant's"
             raise InvalidInput(message)
-        found = events.of_tenant(self._store, self.tenant, after=after, limit=limit, kind=pattern)
+        found = events.of_tenant(self._store, self.tenant, after=after, limit=limit, kind=pattern, latest=latest)
         return [event_of(row, row.position or 0) for row in found]
 
     def next_due(self, thread_id: str) -> float | None:

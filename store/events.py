@@ -23,7 +23,7 @@ from sqlalchemy.sql.base import Executable
 from keepstep.store.engine import Store, Transaction
 from keepstep.store.leases import Fence
 from keepstep.store.schema import approval, event, mark, thread
-from keepstep.store.statements import Statement, db_now, param
+from keepstep.store.statements import Row, Statement, db_now, param
 
 EMITTED = "node.emitted"
 STARTED, THREAD_WAITING, THREAD_BLOCKED = "thread.started", "thread.waiting", "thread.blocked"
@@ -306,39 +306,49 @@ _COLUMNS: dict[str, ColumnElement[Any]] = {
 _JOINED = event.join(thread, thread.c.id == event.c.thread_id).outerjoin(approval, approval.c.id == event.c.approval_id)
 
 
-def _read(*which: ColumnElement[bool], by: ColumnElement[int]) -> Statement:
+def _read(*which: ColumnElement[bool], by: ColumnElement[int], latest: bool = False) -> Statement:
     wanted = cast(param("kind"), Text)
     return Statement(
         lambda _dialect: (
             select(*(_COLUMNS[name] for name in EventView._fields))
             .select_from(_JOINED)
             .where(*which, by > param("after"), or_(wanted.is_(None), event.c.kind.like(wanted)))
-            .order_by(by)
+            .order_by(by.desc() if latest else by)
             .limit(param("limit"))
         )
     )
 
 
-_OF_THREAD = _read(event.c.thread_id == param("thread_id"), by=event.c.id)
-_OF_TENANT = _read(event.c.tenant == param("tenant"), by=event.c.position)
+_of_thread, _of_tenant = event.c.thread_id == param("thread_id"), event.c.tenant == param("tenant")
+_OF_THREAD = {latest: _read(_of_thread, by=event.c.id, latest=latest) for latest in (False, True)}
+_OF_TENANT = {latest: _read(_of_tenant, by=event.c.position, latest=latest) for latest in (False, True)}
 _OF_ALL = _read(by=event.c.position)
 
 
-def of_thread(store: Store, thread_id: str, *, after: int, limit: int, kind: str | None = None) -> list[EventView]:
+def of_thread(
+    store: Store, thread_id: str, *, after: int, limit: int, kind: str | None = None, latest: bool = False
+) -> list[EventView]:
     """Return a thread's events past an id, in order: complete, as a thread's transactions take turns.
 
-    `kind` is a pattern of SQL's LIKE.
+    `kind` is a pattern of SQL's LIKE; `latest`: the last of them and not the first.
     """
     params = {"thread_id": thread_id, "after": after, "limit": limit, "kind": kind}
-    return [EventView(*row) for row in store.rows(_OF_THREAD, params)]
+    return _views(store.rows(_OF_THREAD[latest], params), latest=latest)
 
 
-def of_tenant(store: Store, tenant: str, *, after: int, limit: int, kind: str | None = None) -> list[EventView]:
+def of_tenant(
+    store: Store, tenant: str, *, after: int, limit: int, kind: str | None = None, latest: bool = False
+) -> list[EventView]:
     """Return a tenant's events past a position in the log, in order: complete up to the last of them."""
     params = {"tenant": tenant, "after": after, "limit": limit, "kind": kind}
-    return [EventView(*row) for row in store.rows(_OF_TENANT, params)]
+    return _views(store.rows(_OF_TENANT[latest], params), latest=latest)
 
 
 def of_all(store: Store, *, after: int, limit: int) -> list[EventView]:
     """Return everybody's events past a position in the log, in order."""
-    return [EventView(*row) for row in store.rows(_OF_ALL, {"after": after, "limit": limit, "kind": None})]
+    return _views(store.rows(_OF_ALL, {"after": after, "limit": limit, "kind": None}), latest=False)
+
+
+def _views(rows: list[Row], *, latest: bool) -> list[EventView]:
+    found = [EventView(*row) for row in rows]
+    return found[::-1] if latest else found

@@ -576,6 +576,7 @@ def take_up(transaction: Transaction, found: ThreadState, run_id: str, at: RunEn
     if at.begun or not at.newest:
         return []
     transaction.run(_QUEUE_RUN_AGAIN, {"run_id": run_id})
+    events.record(transaction, found.id, events.RETRIED, run_id=run_id)
     return [Nudge("step", *transaction.rows(_QUEUE_AGAIN, {"id": found.id})[0])]
 
 

@@ -11,9 +11,10 @@ from typing import Any
 
 from pydantic.json_schema import GenerateJsonSchema, models_json_schema
 
-from keepstep import broker
+from keepstep import broker, topics
 from keepstep.settings import Settings
 from keepstep.signing import ALGORITHMS
+from keepstep.store import events
 from keepstep.tasks import messages
 
 _PREFIX = "{prefix}"
@@ -78,7 +79,7 @@ _CONDITIONS: dict[str, list[dict[str, Any]]] = {
 
 def _model_schemas() -> dict[str, Any]:
     """Return the schemas of every model by its name."""
-    models = [*messages.MODELS.values(), messages.Reply]
+    models = [*messages.MODELS.values(), messages.Reply, messages.EventMessage]
     _, found = models_json_schema(
         [(model, "validation") for model in models],
         ref_template="#/components/schemas/{model}",
@@ -132,7 +133,10 @@ def _signature_schemas() -> dict[str, Any]:
 
 def _envelope_schemas() -> dict[str, Any]:
     """Return the schemas of what stands around a body: its headers, and Kombu's message for brokers without any."""
-    correlation = {"type": "string", "description": "The command's id. AMQP: the property correlation-id."}
+    correlation = {
+        "type": "string",
+        "description": "The command's id, of an event its own. AMQP: the property correlation-id.",
+    }
     return {
         "CommandHeaders": {
             "type": "object",
@@ -241,6 +245,7 @@ def _servers() -> dict[str, Any]:
 
 def _channels() -> dict[str, Any]:
     names = [*messages.MODELS, "signed"]
+    word = "The name; what is no letter, digit, - or _ in it is _."
     value = {"$ref": "#/components/schemas/KombuMessage"}
     expires_seconds = broker.replies_queue("replies").queue_arguments["x-expires"] // 1000
     return {
@@ -263,6 +268,37 @@ def _channels() -> dict[str, Any]:
             "messages": {"reply": {"$ref": "#/components/messages/reply"}},
             "bindings": {"amqp": _amqp_queue()},
             "x-redis": {"send": "LPUSH", "receive": "BRPOP", "value": value, "expiresSeconds": expires_seconds},
+        },
+        "events": {
+            "address": "{event}.{tenant}.{graph}",
+            "title": "Events",
+            "description": f"The routing key on the durable topic exchange `{topics.exchange_name(_PREFIX)}`; a "
+            "consumer binds a queue of its own. Redis: a binding is an element of a set, and the queue is a list.",
+            "parameters": {
+                "event": {"enum": list(events.KINDS), "description": "What kind of thing happened."},
+                "tenant": {"description": word},
+                "graph": {"description": word},
+            },
+            "messages": {"event": {"$ref": "#/components/messages/event"}},
+            "bindings": {
+                "amqp": {
+                    "is": "routingKey",
+                    "exchange": {
+                        "name": topics.exchange_name("keepstep"),
+                        "type": "topic",
+                        "durable": True,
+                        "autoDelete": False,
+                    },
+                    "bindingVersion": "0.3.0",
+                }
+            },
+            "x-redis": {
+                "bindings": f"_kombu.binding.{topics.exchange_name(_PREFIX)}",
+                "binding": "{pattern}\u0006\u0016{regular expression}\u0006\u0016{queue}",
+                "bind": "SADD",
+                "receive": "BRPOP",
+                "value": value,
+            },
         },
     }
 
@@ -294,7 +330,15 @@ def _operations() -> dict[str, Any]:
                 "messages": [{"$ref": "#/channels/replies/messages/reply"}],
             },
             "bindings": {"amqp": {"deliveryMode": 2, "ack": True, "bindingVersion": "0.3.0"}},
-        }
+        },
+        "tellEvent": {
+            "action": "send",
+            "channel": {"$ref": "#/channels/events"},
+            "title": "Tell what happened",
+            "description": "Workers send, whoever binds a queue receives: each event at least once, in order.",
+            "messages": [{"$ref": "#/channels/events/messages/event"}],
+            "bindings": {"amqp": {"deliveryMode": 2, "bindingVersion": "0.3.0"}},
+        },
     }
 
 
@@ -306,6 +350,8 @@ def _messages() -> dict[str, Any]:
     found["signed"] = _message("signed", "Signed", "Any of the commands, signed.", [])
     answers = [messages.example_reply(), messages.example_reply(refused=True)]
     found["reply"] = _message("reply", "Reply", str(messages.Reply.__doc__), answers, headers="ReplyHeaders")
+    about = str(messages.EventMessage.__doc__)
+    found["event"] = _message("event", "EventMessage", about, [messages.example_event()], headers="ReplyHeaders")
     return found
 
 
@@ -323,7 +369,7 @@ def _message(
     }
     if examples:
         message["examples"] = [
-            {"name": each.get("status", name), "headers": {"correlation_id": each["id"]}, "payload": each}
+            {"name": each.get("status", name), "headers": {"correlation_id": str(each["id"])}, "payload": each}
             for each in examples
         ]
     return message

@@ -86,7 +86,7 @@ class Events(Service):
         found = event_of(row, row.position or 0)
         key = topics.routing_key(found.kind, found.tenant, found.graph)
         body = messages.event(found, size_max=self._settings.message_bytes_max)
-        announcer.publish(body, key, message_id=str(found.id), type=found.kind)
+        announcer.publish(body, key, correlation_id=str(found.id), message_id=str(found.id), type=found.kind)
 
     def _connected(self) -> topics.Announcer:
         self._connection = broker.connection(

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import json
 import math
+from datetime import UTC, datetime
 from typing import Annotated, Any, Literal, NamedTuple, NoReturn, Self
 
 from pydantic import (
@@ -27,6 +28,7 @@ from keepstep.jsonvalue import checked_json, shown_key
 from keepstep.priority import Priority
 from keepstep.runtime.principals import Principal
 from keepstep.runtime.reader import Event
+from keepstep.store import events
 from keepstep.tasks.tokens import TrustedKeys
 
 VERSION: Literal[1] = 1
@@ -257,7 +259,7 @@ class EventMessage(BaseModel):
     model_config = ConfigDict(strict=True, extra="forbid", frozen=True, hide_input_in_errors=True)
 
     v: Literal[1] = Field(description="The version of this contract.")
-    event: str = Field(description="What kind of thing happened.")
+    event: str = Field(description="What kind of thing happened: see below.")
     id: int = Field(description="The event's own, wherever it is read.")
     position: int = Field(description="Its place in the log, larger than that of every event published before it.")
     at: float = Field(description="When it happened, in seconds since 1970 by the database's clock.")
@@ -527,6 +529,35 @@ JSON is taken strictly: no key twice in one object, no NaN or infinity, no numbe
 is 1 to 200 printable characters, a text at most 10,000 characters. A field that is not required may be missing or null.
 """
 
+_ABOUT_EVENTS = """What happens to threads and their approvals is published on the topic exchange `<prefix>.events`
+(durable; the setting `publish_events` turns it off), under the routing key `<event>.<tenant>.<graph>`, in which every
+character of a name that is no letter, digit, `-` or `_` is `_`. A consumer makes a durable queue of its own and binds
+it: `approval.opened.default.refunds`, `thread.*.default.*`, `#`. Each event comes at least once, in the log's order;
+its `position` tells one that came twice. What was published before the queue was bound stands in the log, as everything
+does: `keepstep events`, `Reader.events`. A consumer reads past kinds and fields that it does not know.
+
+On RabbitMQ that is all. Redis has no exchanges: a binding is an element of the set `_kombu.binding.<prefix>.events`
+(`SADD`), made of the pattern, the same as a regular expression, and the queue's name, with the two characters U+0006
+U+0016 between them; of the pattern `*` is `[^.]+` there and `#` is `.*?`. Workers put a copy into the list of each
+queue that is bound, up to 100,000; for a queue that nobody empties the rest stays in the log.
+"""
+_PAYLOADS = {
+    events.STARTED: "none",
+    events.THREAD_WAITING: "`waits`: list of {`kind`: `approval`, `signal`, `timer` or `child`, `approval`, `signal`, "
+    "`key`, `due_at`}",
+    events.THREAD_BLOCKED: "`error`: {`code`, `message`, …}",
+    events.THREAD_DONE: "none",
+    events.THREAD_FAILED: "`error`: {`code`, `message`, …}",
+    events.THREAD_CANCELLED: "`error`: {`code`, `message`, `by`}",
+    events.PAUSED: "none",
+    events.RESUMED: "none",
+    events.RETRIED: "none",
+    events.OPENED: "`kind` (`approve` or `ask`), `question`, `arguments`, `context`, `to`, `schema`, `choices`, "
+    "`quorum`, `on_expiry`, `expires_at` (seconds since 1970)",
+    events.REASSIGNED: "`to`, and `by` when somebody did it",
+    events.CLOSED: "`status`: `approved`, `rejected`, `answered`, `changes_requested`, `expired` or `withdrawn`; `by`",
+    events.EMITTED: "what was emitted",
+}
 _EXAMPLES: dict[str, dict[str, Any]] = {
     "start": {"graph": "refunds", "thread": "order-81", "input": {"order_id": "81", "amount": "12.50"}},
     "decide": {"approval": "01jdz8k3v5w0c9q2m7r4t6y8xa", "verdict": "approve", "by": "anna@example.com"},
@@ -554,6 +585,36 @@ def example(verb: str) -> dict[str, Any]:
     return {"v": VERSION, "verb": verb, "id": _EXAMPLE_ID, "tenant": "default", **_EXAMPLES[verb]}
 
 
+def example_event() -> dict[str, Any]:
+    """Return what is published when a thread asks something."""
+    found = Event(
+        cursor=1207,
+        id=1209,
+        kind=events.OPENED,
+        tenant="default",
+        application="default",
+        graph="refunds",
+        thread="order-81",
+        thread_id="01jdz8k0b2c4d6e8f0g2h4j6km",
+        run="01jdz8k0b3n5p7q9r1s3t5v7wx",
+        node="pay",
+        seq=1,
+        approval="01jdz8k3v5w0c9q2m7r4t6y8xa",
+        payload={
+            "kind": "approve",
+            "question": "Pay the refund?",
+            "arguments": {"order_id": "81", "amount": "12.50"},
+            "to": ["finance"],
+            "quorum": 1,
+            "on_expiry": "reject",
+            "expires_at": 1793523600.0,
+        },
+        at=datetime(2026, 10, 31, 9, tzinfo=UTC),
+    )
+    shown: dict[str, Any] = json.loads(event(found, size_max=10_000))
+    return shown
+
+
 def example_reply(*, refused: bool = False) -> dict[str, Any]:
     """Return what a worker answers to an example."""
     if refused:
@@ -572,6 +633,11 @@ def markdown() -> str:
     parts.append(
         f"## Reply\n\n{Reply.__doc__}\n\n{_table(Reply)}\n`error` has these fields:\n\n{_table(ErrorPart)}\n"
         f"{_fenced(example_reply())}\n{_fenced(example_reply(refused=True))}"
+    )
+    kinds = "\n".join(f"| `{kind}` | {text} | {_PAYLOADS[kind]} |" for kind, text in events.KINDS.items())
+    parts.append(
+        f"## Events\n\n{_ABOUT_EVENTS}\n{_table(EventMessage)}\n| event | what happened | payload |\n|---|---|---|\n"
+        f"{kinds}\n\n{_fenced(example_event())}"
     )
     return "\n".join(parts)
 
@@ -599,7 +665,7 @@ def _type(part: dict[str, Any]) -> str:
         return "object"
     if part.get("type") == "array":
         return f"list of {_type(part['items'])}s"
-    words = {"string": "string", "integer": "integer", "boolean": "boolean", "object": "object"}
+    words = {"string": "string", "integer": "integer", "number": "number", "boolean": "boolean", "object": "object"}
     word = words.get(part.get("type", ""), "any JSON value")
     if part.get("maxLength") == 200:  # noqa: PLR2004
         return "name"

@@ -45,6 +45,15 @@ class Contract:
         assert headers["correlation_id"] == payload["id"]
         return payload
 
+    def event(self, text: bytes | str) -> dict[str, Any]:
+        """Return the event that stands in Redis as `text`; fail when any part of it is not as the document says."""
+        payload, headers = self._opened(text)
+        self._check("ReplyHeaders", headers)
+        self._check("EventMessage", payload)
+        assert payload["event"] in self.document["channels"]["events"]["parameters"]["event"]["enum"]
+        assert headers["correlation_id"] == str(payload["id"])
+        return payload
+
     def _opened(self, text: bytes | str) -> tuple[dict[str, Any], dict[str, Any]]:
         """Return the payload of a message in Kombu's format, and what AsyncAPI calls its headers."""
         message = json.loads(text)

@@ -4,6 +4,7 @@
 import { parseArgs } from "node:util";
 
 import { Client } from "./client.mjs";
+import { Listener } from "./listener.mjs";
 import { Signer } from "./signer.mjs";
 
 const USAGE = `usage: node producer.mjs VERB …
@@ -12,6 +13,7 @@ const USAGE = `usage: node producer.mjs VERB …
                                       [--to NAME]… [--comment TEXT]
   signal THREAD NAME [PAYLOAD]        [--graph GRAPH] [--key KEY] [--by NAME]
   pause | resume | cancel THREAD      [--graph GRAPH] [--reason TEXT] [--by NAME]
+  listen QUEUE                        [--kind KIND] [--count N]: one line of JSON for each event
 every verb:                           [--id ID] [--timeout SECONDS] [--role NAME]…
 INPUT, PAYLOAD, --arguments and --answer are JSON. VERDICT: approve, reject, answer, delegate, request_changes.
 environment: KEEPSTEP_BROKER, KEEPSTEP_QUEUE, KEEPSTEP_TENANT, KEEPSTEP_SIGNING_KEY, KEEPSTEP_AUDIENCE
@@ -86,7 +88,30 @@ function json(name, text) {
   }
 }
 
+async function listen(words, environment) {
+  const options = { kind: TEXT, count: TEXT };
+  const { values, positionals } = parseArgs({ args: words, options, allowPositionals: true });
+  if (positionals.length !== 1) throw new TypeError(USAGE);
+  let left = values.count === undefined ? Infinity : Number(values.count);
+  if (!(left > 0)) throw new TypeError("--count: a number is needed, more than 0");
+  const listener = await Listener.open(positionals[0], {
+    broker: environment.KEEPSTEP_BROKER || "redis://localhost:6379/0",
+    prefix: environment.KEEPSTEP_QUEUE || undefined,
+    tenant: environment.KEEPSTEP_TENANT || undefined,
+    kind: values.kind,
+  });
+  try {
+    await listener.each((event) => {
+      console.log(JSON.stringify(event));
+      return --left > 0;
+    });
+  } finally {
+    listener.close();
+  }
+}
+
 async function main([name, ...words], environment) {
+  if (name === "listen") return listen(words, environment);
   const verb = Object.hasOwn(VERBS, name ?? "") ? VERBS[name] : undefined;
   if (!verb) throw new TypeError(USAGE);
   const { values, positionals } = parseArgs({

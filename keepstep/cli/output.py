@@ -60,6 +60,11 @@ class Output:
         """Print the JSON document."""
         print_json(value)
 
+    def record(self, value: object) -> None:
+        """Print a value as one line of JSON, at once: for a program that reads on as it comes."""
+        sys.stdout.write(json.dumps(value, ensure_ascii=True, allow_nan=False, default=_plain) + "\n")
+        sys.stdout.flush()
+
     def line(self, text: str | Text = "") -> None:
         """Print a line for people."""
         self.console.print(visible(text) if isinstance(text, str) else text, soft_wrap=True)

@@ -148,9 +148,15 @@ def event(found: Event) -> dict[str, Any]:
     """Return an event's record."""
     return {
         "cursor": found.cursor,
+        "id": found.id,
+        "kind": found.kind,
+        "graph": found.graph,
+        "thread": found.thread,
+        "thread_id": found.thread_id,
         "run": found.run,
         "node_run": found.node,
         "seq": found.seq,
+        "approval": found.approval,
         "payload": found.payload,
         "at": found.at,
     }

@@ -94,6 +94,7 @@ def check(world: World) -> None:
     _check_approvals(world)
     _check_commands(world)
     _check_children(world)
+    _check_events(world)
 
 
 # --- threads ------------------------------------------------------------------------------------------------------
@@ -166,7 +167,7 @@ def _check_log(world: World, thread_id: str, name: str, channels: dict[str, Any]
     events = [
         _decoded(world, payload)
         for (payload,) in world.store.query(
-            "SELECT payload FROM keepstep_event WHERE thread_id = ? ORDER BY id", thread_id
+            "SELECT payload FROM keepstep_event WHERE thread_id = ? AND kind = 'node.emitted' ORDER BY id", thread_id
         )
     ]
     for run in (run for run in world.clients.planned if run.thread == name):
@@ -359,3 +360,38 @@ def _check_child_log(world: World, agent: str, child_id: str | None, status: str
     log = list(restore(world.codecs[agent, "1"], _since_snapshot(history)).channels.get("log", []))
     wanted = agents.expected(Planned("", agent, tag, 0), world.clients.verdict)
     world.require(log == wanted, "a child did not write what it should", f"{log} is not {wanted}")
+
+
+_ENDS = {"thread.done": "done", "thread.failed": "failed", "thread.cancelled": "cancelled"}
+_GOES_ON = ("thread.started", "thread.retried")
+
+
+def _check_events(world: World) -> None:
+    """Hold the log against what has become of runs and approvals, and what was heard against the log."""
+    log = world.store.query("SELECT id, position, thread_id, run_id, kind, approval_id, detail FROM keepstep_event")
+    positions = sorted(row[1] for row in log if row[1] is not None)
+    world.require(positions == list(range(1, len(log) + 1)), "an event has no place of its own", f"{positions}")
+    in_order = sorted(log, key=lambda row: row[1])
+    for thread_id in {row[2] for row in log}:
+        ids = [row[0] for row in in_order if row[2] == thread_id]
+        world.require(ids == sorted(ids), "the log has a thread's events in another order", f"{thread_id}: {ids}")
+    heard = [event["position"] for event in world.heard]
+    first = list(dict.fromkeys(heard))
+    world.require(first == positions, "an event was not heard in its turn", f"{heard} of {len(positions)}")
+    for run_id, status, started_at in world.store.query("SELECT id, status, started_at FROM keepstep_run"):
+        told = [row[4] for row in in_order if row[3] == run_id]
+        begun = told.count("thread.started")
+        world.require(begun == (started_at is not None), "a beginning was told wrong", f"{run_id}: {told}")
+        ends = [_ENDS[kind] for kind in told if kind in _ENDS]
+        if status in _ENDS.values():
+            world.require(ends[-1:] == [status], "an end was not told", f"{run_id} {status}: {told}")
+        elif ends:
+            last = max(place for place, kind in enumerate(told) if kind in _ENDS)
+            went_on = any(kind in _GOES_ON for kind in told[last:])
+            world.require(went_on, "an end was told that was none", f"{run_id} {status}: {told}")
+        world.require(ends.count("done") <= 1, "a run was told done twice", f"{run_id}: {told}")
+    for approval_id, status in world.store.query("SELECT id, status FROM keepstep_approval"):
+        told = [(row[4], row[6]) for row in in_order if row[5] == approval_id]
+        kind, detail = told[-1]
+        said = json.loads(detail or "{}").get("status", "open") if kind == "approval.closed" else "open"
+        world.require(said == status, "an approval was told wrong", f"{approval_id} is {status}: {told}")

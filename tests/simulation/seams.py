@@ -18,7 +18,7 @@ from keepstep import crashpoints, ids
 from keepstep.runtime import execution, superstep
 from keepstep.runtime.watchdog import Watchdog
 from keepstep.store import leases
-from keepstep.tasks import liveness, sweeper
+from keepstep.tasks import events, liveness, sweeper
 
 if TYPE_CHECKING:
     from tests.simulation.world import World
@@ -109,6 +109,7 @@ def installed(world: World) -> Iterator[None]:
         *_everywhere(leases.new_nonce, world.new_nonce),
         (liveness, "time", clock),
         (sweeper, "random", chance),
+        (events, "random", chance),
         (sweeper, "time", clock),
     ]
     configuration = structlog.get_config()

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import functools
+import json
 from collections.abc import Callable, Mapping
 from typing import TYPE_CHECKING, Any
 
@@ -14,6 +15,7 @@ from keepstep.runtime.environment import Runtime
 from keepstep.store import workers
 from keepstep.store.admission import Admission, withhold
 from keepstep.store.leases import Owner, queue_of
+from keepstep.tasks.events import Events
 from keepstep.tasks.forkgate import Gate
 from keepstep.tasks.liveness import Liveness
 from keepstep.tasks.registration import Registration
@@ -92,6 +94,23 @@ class Child(Process):
             running_max=running_max,
             _codecs=world.codecs,
         )
+
+
+class SimulatedEvents(Events):
+    """The service that publishes events, onto a list; the broker may fail it."""
+
+    world: World
+
+    def _connected(self) -> Any:
+        return self
+
+    def publish(self, body: bytes, key: str, **_properties: Any) -> None:
+        """Publish an event, or fail to."""
+        event = json.loads(body)
+        self.world.require(key.startswith(f"{event['event']}."), "a foreign routing key", key)
+        if not self.world.healing and self.world.random.random() < self.world.broker.loss / 4:
+            raise ConnectionResetError
+        self.world.heard.append(event)
 
 
 class SimulatedWorker:
@@ -187,7 +206,24 @@ class SimulatedWorker:
             _responses=None,  # no model is asked here
             _sweep_at=0.0,
         )
+        self.events = SimulatedEvents.__new__(SimulatedEvents)
+        self._fill(
+            self.events,
+            gate=Gate(),
+            world=world,
+            _settings=SETTINGS,
+            _worker_id=self.id,
+            _store=world.store,
+            _announcer=None,
+            _connection=None,
+        )
         self.ready = True
+
+    def sweep(self) -> None:
+        """Sweep, and publish what happened."""
+        self.sweeper._sweep_at = 0.0
+        self.sweeper.work()
+        self.events.work()
 
     def renew(self, *, steadily: bool) -> None:
         """Renew once; `steadily`: as the last of many renewals, one every few seconds."""

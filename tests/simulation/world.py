@@ -7,6 +7,7 @@ import itertools
 from collections import Counter
 from collections.abc import Callable
 from random import Random
+from typing import Any
 
 from keepstep.crashpoints import Died
 from keepstep.errors import DatabaseUnavailable, InvalidInput, NotCarried, StaleLease
@@ -46,6 +47,8 @@ class World:
         self._nonces = itertools.count()
         self.schedule: list[str] = []
         self.counts: Counter[str] = Counter()
+        self.heard: list[dict[str, Any]] = []
+        """The events that were published, as they came."""
         self.violation: str | None = None
         self.healing = False
         self.fiber: Fiber | None = None
@@ -334,8 +337,7 @@ class World:
 
     def sweep(self, worker: SimulatedWorker) -> None:
         """Have a worker sweep."""
-        worker.sweeper._sweep_at = 0.0
-        self.begin(worker.sweeps, "sweeps", worker.sweeper.work)
+        self.begin(worker.sweeps, "sweeps", worker.sweep)
 
     def pass_time(self, seconds: float) -> None:
         """Let time pass; workers that the machine gives time to renew all the while."""

@@ -4,12 +4,14 @@ from __future__ import annotations
 
 import json
 import threading
+import time
 from datetime import timedelta
 from typing import Annotated, TypedDict
 
 import pytest
 
 from keepstep import END, START, Graph, Send, append
+from keepstep.cli.program import run
 from keepstep.errors import InvalidInput
 from keepstep.store import events, outcomes
 
@@ -375,3 +377,61 @@ def test_kinds_are_chosen_by_their_beginning(deploy):
         "thread.done",
     ]
     assert len(d.reader.events(kind="*")) == 5
+
+
+# --- the command ---
+
+
+def shown(d, capsys, *arguments):
+    assert run(["events", "--database", d.url, *arguments]) == 0
+    return capsys.readouterr().out
+
+
+def test_the_command_shows_the_log_and_a_program_reads_on_from_its_cursors(deploy, capsys):
+    d = deploy(graph_of(lambda _state, ctx: ctx.approve("Go on?") and None))
+    d.start()
+    d.drain()
+    assert shown(d, capsys).startswith("nothing has happened here")
+    place_all(d)
+    approval = d.approvals()[0].id
+    lines = shown(d, capsys).splitlines()
+    assert [line.split("  ")[0] for line in lines] == ["1", "2", "3"]
+    assert lines[0].endswith("  thread.started  told/t")
+    assert f"  approval.opened  told/t  body  {approval}  " in lines[1]
+    assert '"question": "Go on?"' in lines[1]
+
+    d.decide()
+    d.drain()
+    place_all(d)
+    latest = json.loads(shown(d, capsys, "--limit", "2", "--json"))
+    assert [(each["cursor"], each["kind"]) for each in latest] == [(4, "approval.closed"), (5, "thread.done")]
+    after = json.loads(shown(d, capsys, "--after", "2", "--limit", "2", "--json"))
+    assert [each["cursor"] for each in after] == [3, 4]
+    asked = json.loads(shown(d, capsys, "t", "--graph", "told", "--kind", "approval.*", "--json"))
+    assert [(each["kind"], each["thread"], each["approval"]) for each in asked] == [
+        ("approval.opened", "t", approval),
+        ("approval.closed", "t", approval),
+    ]
+
+
+def test_the_command_follows_what_happens(deploy, monkeypatch, capsys):
+    d = deploy(graph_of(lambda _state, ctx: ctx.approve("Go on?") and None))
+    d.start()
+    d.drain()
+    place_all(d)
+
+    def happens(_seconds):
+        if d.thread.status == "done":
+            raise KeyboardInterrupt
+        d.decide()
+        d.drain()
+        place_all(d)
+
+    monkeypatch.setattr(time, "sleep", happens)
+    assert run(["events", "--database", d.url, "--after", "2", "--follow", "--json"]) == 130
+    found = [json.loads(line) for line in capsys.readouterr().out.splitlines()]
+    assert [(each["cursor"], each["kind"]) for each in found] == [
+        (3, "thread.waiting"),
+        (4, "approval.closed"),
+        (5, "thread.done"),
+    ]

@@ -204,6 +204,47 @@ def test_a_thread_names_its_only_question_and_other_words_arrive_too(deployment,
     ]  # fmt: skip
 
 
+def test_a_question_is_heard_as_an_event_and_decided_by_what_that_says(deployment, producer):
+    deployment.worker()
+    listening = producer.begun("listen", "shop", "--kind", "approval.*", "--count", "2")
+    with closing(redis.Redis.from_url(deployment.settings.broker)) as broker:
+        eventually(lambda: broker.scard("_kombu.binding.keepstep.events"))
+        producer.accepted("start", "refunds", "order-81", json.dumps(ORDER))
+        asked = json.loads(listening.stdout.readline())
+        assert (asked["event"], asked["graph"], asked["thread"]) == ("approval.opened", "refunds", "order-81")
+        assert asked["payload"]["arguments"] == ORDER
+        producer.accepted("decide", asked["approval"], "--verdict", "approve", "--by", "anna")
+        code, printed, complaint = ended(listening)
+        assert (code, complaint) == (0, "")
+        closed = json.loads(printed)
+        assert (closed["event"], closed["payload"]) == ("approval.closed", {"status": "approved", "by": "anna"})
+        assert CONTRACT.problems("EventMessage", asked) == CONTRACT.problems("EventMessage", closed) == []
+        assert (broker.llen("shop"), broker.llen("shop.handling")) == (0, 0)
+
+
+def test_what_nobody_hears_and_what_a_dead_listener_was_handling_is_heard_later(deployment, producer):
+    deployment.worker()
+    with closing(redis.Redis.from_url(deployment.settings.broker)) as broker:
+        listening = producer.begun("listen", "shop", "--kind", "thread.*")
+        eventually(lambda: broker.scard("_kombu.binding.keepstep.events"))
+        listening.kill()
+        listening.communicate(timeout=60)
+        producer.accepted("start", "refunds", "order-81", json.dumps(ORDER))
+        producer.accepted("decide", asked(deployment), "--verdict", "approve", "--by", "anna")
+        status(deployment)
+        eventually(lambda: broker.llen("shop") == 3, what="three events")
+        kinds = [CONTRACT.event(text)["event"] for text in broker.lrange("shop", 0, -1)][::-1]
+        assert kinds == ["thread.started", "thread.waiting", "thread.done"]
+        for _ in range(2):  # as of one that died: the first two are in its hands
+            broker.lmove("shop", "shop.handling", "RIGHT", "LEFT")
+        code, printed, complaint = ended(producer.begun("listen", "shop", "--kind", "thread.*", "--count", "3"))
+        assert (code, complaint) == (0, "")
+        assert [json.loads(line)["event"] for line in printed.splitlines()] == kinds
+        assert broker.smembers("_kombu.binding.keepstep.events") == {
+            rb"thread.*.default.*\x06\x16^thread\.[^.]+\.default\.[^.]+$\x06\x16shop".replace(rb"\x06\x16", b"\x06\x16")
+        }
+
+
 def test_a_command_without_a_reply_is_sent_again_with_its_id(deployment, producer, wire, redis_url):
     with closing(redis.Redis.from_url(redis_url)) as broker:
         process = producer.begun("start", "refunds", "order-81", json.dumps(ORDER), "--timeout", "60")

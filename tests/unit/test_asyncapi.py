@@ -8,7 +8,8 @@ import re
 import jsonschema
 import pytest
 
-from keepstep import errors
+from keepstep import errors, topics
+from keepstep.store import events
 from keepstep.tasks import asyncapi, messages
 from tests.contract import DOCUMENT, Contract
 from tests.unit.test_messages import CONTROL, DECIDE, EDIT, RESOLVE, SIGNAL, START
@@ -74,7 +75,7 @@ def test_every_reference_leads_somewhere():
 
 
 def test_the_operation_takes_every_message_of_its_channel_and_answers_where_it_is_told():
-    (operation,) = CONTRACT.document["operations"].values()
+    operation = CONTRACT.document["operations"]["takeCommand"]
     assert operation["action"] == "receive"
     names = list(resolved(operation["channel"]["$ref"])["messages"])
     assert names == [*messages.VERBS, "signed"]
@@ -84,6 +85,16 @@ def test_the_operation_takes_every_message_of_its_channel_and_answers_where_it_i
     for name in names:
         headers = resolved(CONTRACT.document["components"]["messages"][name]["headers"]["$ref"])
         assert set(headers["properties"]) == {"correlation_id", "reply_to", "sent_at"}
+
+
+def test_events_go_by_the_routing_key_that_workers_publish_under():
+    operation = CONTRACT.document["operations"]["tellEvent"]
+    assert operation["action"] == "send"
+    channel = resolved(operation["channel"]["$ref"])
+    assert channel["parameters"]["event"]["enum"] == list(events.KINDS)
+    key = channel["address"].format(event="thread.done", tenant=topics.word("acme.org"), graph=topics.word("re funds"))
+    assert key == topics.routing_key("thread.done", "acme.org", "re funds") == "thread.done.acme_org.re_funds"
+    assert channel["bindings"]["amqp"]["exchange"]["name"] == topics.exchange_name("keepstep") == "keepstep.events"
 
 
 def test_schemas_are_schemas():
@@ -101,9 +112,9 @@ def test_every_example_is_as_its_schema_says():
         for example in message.get("examples", ()):
             schema = message["payload"]["$ref"].rpartition("/")[2]
             assert CONTRACT.problems(schema, example["payload"]) == []
-            assert example["headers"]["correlation_id"] == example["payload"]["id"]
+            assert example["headers"]["correlation_id"] == str(example["payload"]["id"])
             shown += 1
-    assert shown == len(messages.VERBS) + 2
+    assert shown == len(messages.VERBS) + 3
 
 
 @pytest.mark.parametrize(

@@ -32,7 +32,7 @@ def all_commands():
     return dict(reference._commands(get_command(app), "keepstep"))
 
 
-LOOKING = {"threads", "show", "history", "state", "effects", "approvals"}
+LOOKING = {"threads", "show", "history", "state", "effects", "events", "approvals"}
 DECIDING = {"approve", "reject", "answer", "request-changes", "delegate"}
 SENDING = {"start", *DECIDING, "signal", "pause", "resume", "cancel", "retry", "resolve"}
 

@@ -3,13 +3,16 @@
 from __future__ import annotations
 
 import json
+from datetime import UTC, datetime
 from pathlib import Path
 
 import pytest
 
 from keepstep import errors
+from keepstep.runtime.reader import Event
 from keepstep.tasks import messages
 
+NOON = datetime(2026, 11, 30, 12, tzinfo=UTC)
 START = {"v": 1, "verb": "start", "id": "c1", "tenant": "t", "graph": "g", "thread": "th", "input": {}}
 DECIDE = {"v": 1, "verb": "decide", "id": "c1", "tenant": "t", "approval": "a", "verdict": "approve", "by": "b"}
 SIGNAL = {"v": 1, "verb": "signal", "id": "c1", "tenant": "t", "thread": "th", "name": "n"}
@@ -190,6 +193,22 @@ def test_the_documents_examples_are_accepted():
     assert [type(parse(command)).__name__ for command in commands] == [
         "Start", "Decide", "SignalMessage", "Control", "Edit", "Resolve",
     ]  # fmt: skip
-    for answer in values[len(commands) :]:
+    *answers, event = values[len(commands) :]
+    for answer in answers:
         messages.Reply.model_validate(answer)
-    assert [answer["status"] for answer in values[len(commands) :]] == ["accepted", "refused"]
+    assert [answer["status"] for answer in answers] == ["accepted", "refused"]
+    assert messages.EventMessage.model_validate(event).event == "approval.opened"
+
+
+def test_an_event_that_would_be_too_large_says_that_its_payload_is_left_out():
+    found = Event(
+        7, 9, "node.emitted", "acme", "default", "g", "t", "id", None, "body", 3, None, {"text": "x" * 1000}, NOON
+    )
+    whole = json.loads(messages.event(found, size_max=2000))
+    assert whole["payload"] == {"text": "x" * 1000}
+    assert "left_out" not in whole
+    cut = json.loads(messages.event(found, size_max=1000))
+    assert cut == {
+        "v": 1, "event": "node.emitted", "id": 9, "position": 7, "at": NOON.timestamp(), "tenant": "acme",
+        "application": "default", "graph": "g", "thread": "t", "thread_id": "id", "node": "body", "left_out": True,
+    }  # fmt: skip

@@ -44,9 +44,7 @@ def events(
     ] = None,
     after: Annotated[
         int | None,
-        typer.Option(
-            "--after", min=0, metavar="CURSOR", help="Read on after this one, the last that you saw; 0: all."
-        ),
+        typer.Option("--after", min=0, metavar="CURSOR", help="Read on after this one, the last that you saw; 0: all."),
     ] = None,
     limit: Annotated[
         int, typer.Option("--limit", min=1, metavar="N", help="At most this many: the latest, unless --after is given.")

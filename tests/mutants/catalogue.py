@@ -811,4 +811,30 @@ MUTANTS = (
         ),
         ("tests/steps/test_model_secrets.py::test_a_response_that_waits_in_the_spool_is_masked[sqlite]",),
     ),
+    Mutant(
+        "the log",
+        "two give events their positions at once",
+        "store/events.py",
+        (("mark.c.name == PLACED).with_for_update(skip_locked=busy)", "mark.c.name == PLACED)"),),
+        ("tests/steps/test_events.py::test_two_that_place_at_once_give_each_event_one_place",),
+    ),
+    Mutant(
+        "the log",
+        "events are said to be published before they are",
+        "tasks/events.py",
+        (("            for row in batch:\n", "            sent = last + len(batch)\n            for row in batch:\n"),),
+        seeds=60,
+    ),
+    Mutant(
+        "the log",
+        "that a run was cancelled is told to nobody",
+        "store/threads.py",
+        (
+            (
+                "    for run_id, spawned in ended:\n        events.record_end(",
+                "    for run_id, spawned in ended:\n        0 and events.record_end(",
+            ),
+        ),
+        seeds=40,
+    ),
 )

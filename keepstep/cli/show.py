@@ -7,9 +7,11 @@ from typing import TYPE_CHECKING, Any
 
 from keepstep.cli.command import command
 from keepstep.cli.control import GraphName, ThreadName
+from keepstep.cli.questions import beginning_with
 from keepstep.cli.session import Session
 from keepstep.cli.threads import PANEL
 from keepstep.cli.waysout import way_out
+from keepstep.errors import NotFound
 
 if TYPE_CHECKING:
     from rich.text import Text
@@ -26,7 +28,13 @@ _EVENTS_MAX = 10_000
 def show(session: Session, *, thread: ThreadName, graph: GraphName = None) -> None:
     """Show a thread: its status, parent, runs, node runs under way, waits, children, effects, who asked for what."""
     with session.reader() as reader:
-        found = reader.get(thread, graph=graph)
+        try:
+            found = reader.get(thread, graph=graph)
+        except NotFound as error:
+            if not beginning_with(reader, thread):
+                raise
+            message = f"{error.message}; it is an approval: {session.hint(f'approvals {thread}')}"
+            raise NotFound(message) from None
         if session.as_json:
             session.output.document(_document(reader, found))
         else:

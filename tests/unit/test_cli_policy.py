@@ -92,7 +92,7 @@ def test_check_lists_policies_and_what_they_oblige_to(folder, capsys):
             "payments.cedar:5",
             "approval by finance, boss, 2 of them, not who started the run, within 2 d; mask iban, card; limit 20/h",
         ],
-        ["abroad", "forbid", "payments.cedar:8"],
+        ["abroad", "forbid", "payments.cedar:9"],
     ]
     assert " ".join(lines[4]) == f"3 policies, version {version}"
 

@@ -331,7 +331,8 @@ def test_ctrl_c_while_nobody_answers(tmp_path):
     ("arguments", "expected"),
     [
         (
-            ["start", "g", "t", "a=[1]", "b=1.50", "--request-id", "r", "--reject-if-running", "--step-limit", "9"],
+            ["start", "g", "t", "a=[1]", "b=1.50", "--request-id", "r", "--reject-if-running", "--step-limit", "9"]
+            + ["--by", "anna"],
             {
                 "verb": "start",
                 "graph": "g",
@@ -340,9 +341,20 @@ def test_ctrl_c_while_nobody_answers(tmp_path):
                 "request_id": "r",
                 "if_running": "reject",
                 "step_limit": 9,
+                "by": "anna",
             },
         ),
-        (["start", "g", "t"], {"verb": "start", "graph": "g", "thread": "t", "input": {}, "if_running": "queue"}),
+        (
+            ["start", "g", "t"],
+            {
+                "verb": "start",
+                "graph": "g",
+                "thread": "t",
+                "input": {},
+                "if_running": "queue",
+                "by": values.this_user(),
+            },
+        ),
         (
             ["approve", "i", "--arguments", '{"n": 9007199254740993}', "--by", "anna", "--comment", "ok"],
             {

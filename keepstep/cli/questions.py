@@ -58,7 +58,9 @@ def approvals(
     *,
     approval: Annotated[
         str | None,
-        typer.Argument(metavar="ID", help="Only this one, also when it is decided: its id, or how it begins, or a thread's name."),
+        typer.Argument(
+            metavar="ID", help="Only this one, also when it is decided: its id, or how it begins, or a thread's name."
+        ),
     ] = None,
     thread: Annotated[str | None, typer.Option("--thread", metavar="THREAD", help="Only this thread's.")] = None,
     graph: Annotated[str | None, typer.Option("--graph", "-g", metavar="NAME", help="Only this graph's.")] = None,
@@ -83,7 +85,10 @@ def approvals(
             found = beginning_with(reader, approval) or _of_thread(reader, approval)
         decisions = {each.id: reader.decisions(each.id) for each in found}
     if approval is not None and not found:
-        message = f"there is no approval {approval!r}, and no thread of that name asks: {session.hint('approvals')} lists those that are open"
+        message = (
+            f"there is no approval {approval!r}, and no thread of that name asks: {session.hint('approvals')} lists "
+            "those that are open"
+        )
         raise NotFound(message)
     if session.as_json:
         session.output.document({"approvals": [records.approval(each, decisions[each.id]) for each in found]})

@@ -17,7 +17,7 @@ from typer.main import get_command
 
 import keepstep
 from keepstep import broker, settings
-from keepstep.cli import reference
+from keepstep.cli import reference, values
 from keepstep.cli.program import app, run
 from keepstep.runtime import commands
 from keepstep.runtime.environment import Runtime
@@ -331,8 +331,10 @@ def test_ctrl_c_while_nobody_answers(tmp_path):
     ("arguments", "expected"),
     [
         (
-            ["start", "g", "t", "a=[1]", "b=1.50", "--request-id", "r", "--reject-if-running", "--step-limit", "9"]
-            + ["--by", "anna"],
+            [
+                *("start", "g", "t", "a=[1]", "b=1.50", "--request-id", "r", "--reject-if-running"),
+                *("--step-limit", "9", "--by", "anna"),
+            ],
             {
                 "verb": "start",
                 "graph": "g",

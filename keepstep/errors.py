@@ -153,6 +153,12 @@ class Forbidden(InvalidInput):
     code = "forbidden"
 
 
+class KeyNotTrusted(Forbidden):
+    """The key that signed this is not trusted with it."""
+
+    code = "key_not_trusted"
+
+
 class NotAsked(Forbidden):
     """Whoever decides is not among those asked."""
 

@@ -14,7 +14,7 @@ from pydantic.json_schema import GenerateJsonSchema, models_json_schema
 from keepstep import broker
 from keepstep.settings import Settings
 from keepstep.signing import ALGORITHMS
-from keepstep.tasks import messages
+from keepstep.tasks import messages, refusalcodes
 
 _PREFIX = "{prefix}"
 _CONTENT_TYPE = "application/json"
@@ -87,6 +87,7 @@ def _model_schemas() -> dict[str, Any]:
     schemas: dict[str, Any] = found["$defs"]
     for verb, conditions in _CONDITIONS.items():
         schemas[messages.MODELS[verb].__name__]["allOf"] = conditions
+    schemas["ErrorPart"]["properties"]["code"]["x-codes"] = refusalcodes.listed()
     return schemas
 
 

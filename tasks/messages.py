@@ -26,6 +26,7 @@ from keepstep.errors import InvalidMessage, KeepstepError, NotStorable, TooLarge
 from keepstep.jsonvalue import checked_json, shown_key
 from keepstep.priority import Priority
 from keepstep.runtime.principals import Principal
+from keepstep.tasks import refusalcodes
 from keepstep.tasks.tokens import TrustedKeys
 
 VERSION: Literal[1] = 1
@@ -230,7 +231,7 @@ class ErrorPart(BaseModel):
 
     model_config = ConfigDict(strict=True, extra="forbid", frozen=True, hide_input_in_errors=True)
 
-    code: str = Field(description="Stable and machine-readable.")
+    code: str = Field(description="Stable and machine-readable; see Refusals.")
     message: str = Field(description="For people.")
 
 
@@ -473,6 +474,14 @@ JSON is taken strictly: no key twice in one object, no NaN or infinity, no numbe
 is 1 to 200 printable characters, a text at most 10,000 characters. A field that is not required may be missing or null.
 """
 
+_REFUSALS = """## Refusals
+
+What is refused has changed nothing, and its id is free: the same message can be sent again. Where that is worth while
+is said here; elsewhere something else has to change first. Codes may be added; one that a sender does not know is a
+refusal all the same. Who wanted what they may not (the codes from `unauthenticated` to `forbidden`, `not_asked` and
+`self_approval`) stands in the audit of the thread that it was about, as `refused` (`keepstep show`), up to 100 times.
+"""
+
 _EXAMPLES: dict[str, dict[str, Any]] = {
     "start": {"graph": "refunds", "thread": "order-81", "input": {"order_id": "81", "amount": "12.50"}},
     "decide": {"approval": "01jdz8k3v5w0c9q2m7r4t6y8xa", "verdict": "approve", "by": "anna@example.com"},
@@ -519,6 +528,7 @@ def markdown() -> str:
         f"## Reply\n\n{Reply.__doc__}\n\n{_table(Reply)}\n`error` has these fields:\n\n{_table(ErrorPart)}\n"
         f"{_fenced(example_reply())}\n{_fenced(example_reply(refused=True))}"
     )
+    parts.append(f"{_REFUSALS}\n{refusalcodes.markdown()}")
     return "\n".join(parts)
 
 

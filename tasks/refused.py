@@ -5,7 +5,7 @@ from __future__ import annotations
 import json
 from typing import Any
 
-from keepstep.errors import Forbidden, InvalidSettings, KeepstepError
+from keepstep.errors import Forbidden, InvalidSettings, KeepstepError, KeyNotTrusted
 from keepstep.runtime.principals import Principal
 from keepstep.runtime.refusals import Said
 from keepstep.signing import library
@@ -30,7 +30,7 @@ def sender_of(
     """Return who sent a refused command, None when nobody knows: a signature that does not hold says nothing."""
     if principal is not None:
         return principal.name
-    if not isinstance(error, Forbidden):
+    if not isinstance(error, Forbidden) or isinstance(error, KeyNotTrusted):
         return None
     # What is forbidden was signed by somebody who may not, or is unsigned where that is taken.
     return subject or (said.by if takes_unsigned else None)

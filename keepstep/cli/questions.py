@@ -121,7 +121,7 @@ def _print(session: Session, found: Approval, decisions: list[dict[str, Any]]) -
         "answer" if found.kind == "ask" else "edits": fitting,
         "choices": None if found.choices is None else ", ".join(json.dumps(each) for each in found.choices),
         "for": ", ".join(found.to) or ("anybody" if found.status == "open" else None),
-        "needs": _needs(session, found, decisions),
+        "needs": needs(session, found, decisions),
         "expires": _expiry(found, relative(expires.timestamp())) if expires and found.status == "open" else None,
         "decided": "; ".join(_decided(each) for each in decisions),
         "decide": "\n".join(deciding(session, found, fully=True)) if found.status == "open" else None,
@@ -143,7 +143,7 @@ def _context(context: Any) -> dict[str, str | None]:
     }
 
 
-def _needs(session: Session, found: Approval, decisions: list[dict[str, Any]]) -> str | None:
+def needs(session: Session, found: Approval, decisions: list[dict[str, Any]]) -> str | None:
     """Return who must approve and who has, when one word of anybody asked does not do."""
     from keepstep.runtime import quorums
 

@@ -104,6 +104,9 @@ def test_one_question_is_found_understood_and_decided(desk):
         assert f"keepstep {verb}" in shown
     assert f"it is an approval: keepstep approvals {id_}" in desk.type("show", id_, code=2)
 
+    waits = flat(desk.type("show", "r1"))
+    assert "; asks finance; needs 2 different people, nobody who started the run (eve); so far: nobody" in waits
+
     # What it offers can be typed as it stands, with another amount.
     edited = ("--arguments", edit.replace("120", "110"))
     assert "eve has started the run" in desk.type("approve", id_, "--by", "eve", code=2)

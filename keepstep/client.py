@@ -140,13 +140,15 @@ class Client:
         if_running: Literal["queue", "reject"] = "queue",
         step_limit: int | None = None,
         priority: Priority | None = None,
+        by: str | None = None,
         connection: object = None,
     ) -> Receipt:
         """Give `thread` of `graph` an input, which makes a run; the thread is made when it is not there.
 
         `input` is what JSON can say; the graph's state schema makes dates, decimals and so on of strings. Two starts
         with one `request_id` are one run. `if_running` says what a thread does whose run has not ended. `priority` is
-        the thread's from now on: `high` goes before `normal`, `low` after it; None leaves what it has, `normal`.
+        the thread's from now on: `high` goes before `normal`, `low` after it; None leaves what it has, `normal`. `by`
+        is who wants it, and who may not approve what it asks where policies or the setting `self_approval` say so.
 
         With a `connection` to your own database (DB-API, SQLAlchemy's Connection or Session, Django's) nothing is sent:
         the start is written to the table `keepstep_outbox` there, in the transaction that the connection is in. It is
@@ -163,6 +165,7 @@ class Client:
             if_running=_one_of("if_running", if_running, ("queue", "reject")),
             step_limit=step_limit,
             priority=None if priority is None else _one_of("priority", priority, PRIORITIES),
+            by=by,
         )
 
     def decide(

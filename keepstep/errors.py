@@ -122,6 +122,13 @@ class UnknownTool(NotFound):
     code = "unknown_tool"
 
 
+class NothingAsked(NotFound):
+    """The thread asks nothing now; it may ask later."""
+
+    code = "nothing_asked"
+    retryable = True
+
+
 class Ambiguous(InvalidInput):
     """More than one thing answers to that name."""
 
@@ -146,10 +153,34 @@ class Forbidden(InvalidInput):
     code = "forbidden"
 
 
+class KeyNotTrusted(Forbidden):
+    """The key that signed this is not trusted with it."""
+
+    code = "key_not_trusted"
+
+
+class NotAsked(Forbidden):
+    """Whoever decides is not among those asked."""
+
+    code = "not_asked"
+
+
+class SelfApproval(Forbidden):
+    """Whoever started the run may not decide on what it asks."""
+
+    code = "self_approval"
+
+
 class RunInProgress(Conflict):
     """The thread has a run that has not ended."""
 
     code = "run_in_progress"
+
+
+class AlreadyCounted(Conflict):
+    """The person, or somebody in whose place they are asked, has decided before: that counts once."""
+
+    code = "already_counted"
 
 
 class ApprovalClosed(Conflict):

@@ -28,6 +28,7 @@ from keepstep.runtime.effects import effect
 from keepstep.runtime.gateway import Gateway
 from keepstep.runtime.graph import Graph
 from keepstep.runtime.journal import Journal
+from keepstep.runtime.leaselook import LeaseLook
 from keepstep.runtime.models import ModelOptions, ModelReply
 from keepstep.runtime.outcome import Parked
 from keepstep.runtime.place import Place
@@ -59,6 +60,7 @@ class Attempt:
     gateway: Gateway
     failures: Callable[[], Sequence[Mapping[str, Any]]]
     """What failed, and was to be continued after, in the super-step before."""
+    lease: LeaseLook
     responses: ResponseSpool | None = None
     """Responses of models that are not recorded yet."""
     events: list[NewEvent] = field(default_factory=list)
@@ -341,6 +343,15 @@ class Context(_Facts):
         """Wait for a named message to this thread; None when none has come in `timeout`. Early ones are kept."""
         return self._attempt.waits.signal(name, key, timeout)
 
+    def check(self) -> None:
+        """Go on, or leave the node when nobody wants what it is doing: its thread was cancelled, or it runs elsewhere.
+
+        For a node that works for long by itself, at places where it can be left; it asks the database once a second at
+        most. It is left by `StaleLease`: nothing more of this attempt would have been written.
+        """
+        refuse_inside("ctx.check")
+        self._attempt.lease.check()
+
     def sleep(self, duration: float | timedelta) -> None:
         """Sleep without holding a worker: seconds or timedelta, days if need be."""
         self._attempt.waits.sleep(duration)
@@ -490,6 +501,10 @@ class AsyncContext(_Facts):
     async def wait_signal(self, name: str, /, **options: Any) -> Signal | None:
         """Wait for a named message to this thread; see `Context.wait_signal`."""
         return await asyncio.to_thread(self._sync.wait_signal, name, **options)
+
+    async def check(self) -> None:
+        """Go on, or leave the node when nobody wants what it is doing; see `Context.check`."""
+        await asyncio.to_thread(self._sync.check)
 
     async def sleep(self, duration: float | timedelta) -> None:
         """Sleep without holding a worker; see `Context.sleep`."""

@@ -6,27 +6,32 @@ import json
 from typing import Any, NamedTuple, Protocol
 
 from keepstep.errors import (
+    AlreadyCounted,
     Ambiguous,
     ApprovalClosed,
     ApprovalExpired,
     Conflict,
-    Forbidden,
     InvalidInput,
+    NotAsked,
     NotFound,
+    NothingAsked,
+    SelfApproval,
     StateError,
 )
-from keepstep.runtime import edits
+from keepstep.runtime import edits, quorums
 from keepstep.runtime.codec import view
 from keepstep.runtime.environment import Runtime
 from keepstep.runtime.meant import one_thread
 from keepstep.runtime.principals import Principal
+from keepstep.runtime.quorums import Word
 from keepstep.store import waits
 from keepstep.store.engine import Transaction
 from keepstep.store.leases import Nudge
+from keepstep.store.schema import ENDED
 from keepstep.store.waits import ApprovalState, DecisionState
 
 APPROVE, REJECT, ANSWER = "approve", "reject", "answer"
-DELEGATE, REQUEST_CHANGES = "delegate", "request_changes"
+DELEGATE, REQUEST_CHANGES = quorums.DELEGATE, "request_changes"
 VERDICTS = (APPROVE, REJECT, ANSWER, DELEGATE, REQUEST_CHANGES)
 _ASSIGNED_MAX = 100
 
@@ -62,8 +67,9 @@ class Decided(NamedTuple):
 def decide(runtime: Runtime, transaction: Transaction, message: DecideMessage, principal: Principal | None) -> Decided:
     """Write down one person's word, and go on from it when it closes the question.
 
-    Raises `NotFound`, `Ambiguous`, `ApprovalClosed`, `ApprovalExpired`, `Forbidden`, `Conflict`, `InvalidInput` and
-    `StateError`; then nothing was written. `principal`: whose word it is, when it is signed.
+    Raises `NotFound`, `NothingAsked`, `Ambiguous`, `ApprovalClosed`, `ApprovalExpired`, `NotAsked`, `SelfApproval`,
+    `AlreadyCounted`, `Conflict`, `InvalidInput` and `StateError`; then nothing was written. `principal`: whose word it
+    is, when it is signed.
     """
     found = _meant(transaction, message)
     question = view(found.question)
@@ -77,20 +83,26 @@ def decide(runtime: Runtime, transaction: Transaction, message: DecideMessage, p
     }
     if message.to is not None:
         stored["to"] = message.to
-    decision = DecisionState(message.id, message.by, message.verdict, runtime.plain_codec.encode(stored))
     earlier = waits.decisions(transaction, found.id)
-    if any(each.by == message.by and each.payload == decision.payload for each in earlier):
+    words = [Word.of(view(each.payload)) for each in earlier]
+    place = quorums.place_of(message.by, principal, found.put_to(question["to"]), words)
+    if place != message.by:
+        stored["place"] = place
+    decision = DecisionState(message.id, message.by, message.verdict, runtime.plain_codec.encode(stored))
+    said = _said(decision.payload)
+    if any(each.by == message.by and _said(each.payload) == said for each in earlier):
         return Decided(found.thread_id, [], {}, duplicate=True)
-    _check_decidable(transaction, found, earlier, message)
+    _check_decidable(transaction, found, earlier)
     asked = found.asked(question["to"])
     _check_asked(found, asked, principal)
-    _check_own(runtime, transaction, found, message)
+    _check_own(runtime, transaction, found, question, message)
+    _check_counted(found, words, message, place)
     _check_verdict(found, question, message, edited)
     _check_agreement(found, earlier, message, edited)
     waits.record_decision(transaction, found.id, found.tenant, decision)
     if message.verdict == DELEGATE:
         waits.assign(transaction, found, _delegated(asked, message), by=message.by)
-    status = _closes(found, earlier, message)
+    status = _closes(found, words, message, place)
     nudge = None
     if status is not None:
         nudge = waits.close_approval(transaction, found.id, status, decision.payload, by=message.by)
@@ -99,7 +111,14 @@ def decide(runtime: Runtime, transaction: Transaction, message: DecideMessage, p
         detail |= {"asked": question["arguments"], "approved": edited}
     if message.to is not None:
         detail["to"] = message.to
+    if place != message.by:
+        detail["in_the_place_of"] = place
     return Decided(found.thread_id, [nudge] if nudge else [], detail)
+
+
+def _said(payload: bytes) -> dict[str, Any]:
+    """Return what somebody said, in whosever place."""
+    return {name: value for name, value in view(payload).items() if name != "place"}
 
 
 # --- which question ---
@@ -121,9 +140,12 @@ def _meant(transaction: Transaction, message: DecideMessage) -> ApprovalState:
 def _only_one(transaction: Transaction, message: DecideMessage) -> str:
     found = one_thread(transaction, message)
     asked = waits.open_approvals(transaction, found.id)
-    if not asked:
-        text = f"thread {found.name!r} asks nothing"
+    if not asked and found.status in ENDED and not found.queued:
+        text = f"thread {found.name!r} asks nothing, and has ended ({found.status})"
         raise NotFound(text)
+    if not asked:
+        text = f"thread {found.name!r} asks nothing yet ({found.status}): send it again when it does"
+        raise NothingAsked(text)
     if len(asked) > 1:
         text = f"thread {found.name!r} asks {len(asked)} things: say which approval ({', '.join(asked)})"
         raise Ambiguous(text)
@@ -133,13 +155,8 @@ def _only_one(transaction: Transaction, message: DecideMessage) -> str:
 # --- may it be decided, and by whom ---
 
 
-def _check_decidable(
-    transaction: Transaction, found: ApprovalState, earlier: list[DecisionState], message: DecideMessage
-) -> None:
+def _check_decidable(transaction: Transaction, found: ApprovalState, earlier: list[DecisionState]) -> None:
     if found.status == "open" and not found.expired:
-        if any(each.by == message.by and each.verdict != DELEGATE for each in earlier):
-            text = f"{message.by} has decided approval {found.id!r} otherwise before"
-            raise Conflict(text)
         return
     others = ", ".join(waits.open_approvals(transaction, found.thread_id)) or "none"
     if found.status == "expired" or (found.status == "open" and found.expired):
@@ -159,16 +176,38 @@ def _check_asked(found: ApprovalState, asked: list[str], principal: Principal | 
         f"approval {found.id!r} asks {', '.join(asked)}: {principal.name} is none of them and has none of these roles; "
         "roles are what the signed command says: Client(…, roles=[…]), or --role"
     )
-    raise Forbidden(text)
+    raise NotAsked(text)
 
 
-def _check_own(runtime: Runtime, transaction: Transaction, found: ApprovalState, message: DecideMessage) -> None:
-    """Refuse who has asked for the run, where nobody may decide on what he asked for himself."""
-    if runtime.settings.self_approval or message.verdict in (REJECT, DELEGATE, REQUEST_CHANGES):
+def _check_own(
+    runtime: Runtime, transaction: Transaction, found: ApprovalState, question: Any, message: DecideMessage
+) -> None:
+    """Refuse who has asked for the run, where nobody may decide on what he asked for himself, nor choose who does."""
+    asked_so = question.get("self_approval", True) is False
+    if (runtime.settings.self_approval and not asked_so) or message.verdict in (REJECT, REQUEST_CHANGES):
         return
-    if message.by == waits.started_by(transaction, found.thread_id):
-        text = f"{message.by} has started the run that asks: somebody else must decide (self_approval = false)"
-        raise Forbidden(text)
+    if message.by != waits.started_by(transaction, found.thread_id):
+        return
+    whose = f"policies {', '.join(question['context']['policies'])}" if asked_so else "the deployment's setting"
+    others = quorums.rule(found.quorum, self_approval=False, to=found.put_to(question["to"]))
+    text = (
+        f"{message.by} has started the run that asks and may reject it or request changes, but neither approve, answer "
+        f"nor delegate it (self_approval = false, {whose}). It needs: {others}"
+    )
+    raise SelfApproval(text)
+
+
+def _check_counted(found: ApprovalState, earlier: list[Word], message: DecideMessage, place: str) -> None:
+    """Refuse a second word of one person, and a second one in one place: a quorum is of different people."""
+    decided = [each for each in earlier if each.verdict != DELEGATE]
+    if any(each.by == message.by for each in decided):
+        text = f"{message.by} has decided approval {found.id!r} otherwise before: one person counts once"
+        raise AlreadyCounted(text)
+    other = next((each.by for each in decided if each.place == place), None)
+    if other is not None and message.verdict in (APPROVE, DELEGATE):
+        rule = quorums.rule(found.quorum, self_approval=True)
+        text = f"{other} has approved approval {found.id!r} in the place of {place}, which counts once: it needs {rule}"
+        raise AlreadyCounted(text)
 
 
 def _delegated(asked: list[str], message: DecideMessage) -> list[str]:
@@ -224,7 +263,7 @@ def _check_agreement(found: ApprovalState, earlier: list[DecisionState], message
             raise Conflict(text)
 
 
-def _closes(found: ApprovalState, earlier: list[DecisionState], message: DecideMessage) -> str | None:
+def _closes(found: ApprovalState, earlier: list[Word], message: DecideMessage, place: str) -> str | None:
     """Return the status that this decision closes the approval with, None when it stays open."""
     match message.verdict:
         case "reject":
@@ -235,5 +274,5 @@ def _closes(found: ApprovalState, earlier: list[DecisionState], message: DecideM
             return "changes_requested"
         case "delegate":
             return None
-    approved = {each.by for each in earlier if each.verdict == APPROVE} | {message.by}
+    approved = {each.place for each in earlier if each.verdict == APPROVE} | {place}
     return "approved" if len(approved) >= found.quorum else None

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 from collections.abc import Mapping
 from datetime import date, datetime, time, timedelta
 from decimal import Decimal
@@ -13,6 +14,7 @@ from pydantic import TypeAdapter, ValidationError
 
 from keepstep.errors import StateError
 
+_WANTED_CHARACTERS_MAX = 200
 # How `codec.view` names values that JSON does not have, and what an edit of one must parse as.
 _TYPES: dict[str, type] = {
     "date": date,
@@ -65,7 +67,9 @@ def check_schema(schema: Any, value: Any, path: str) -> None:
     problem = next(iter(kind(schema, format_checker=kind.FORMAT_CHECKER).iter_errors(value)), None)
     if problem is not None:
         place = "".join(f"[{part}]" if isinstance(part, int) else f".{part}" for part in problem.absolute_path)
-        message = f"{path}{place}: does not fit the question's schema ({problem.validator})"
+        wanted = json.dumps(problem.validator_value, ensure_ascii=False)
+        shown = f" {wanted}" if len(wanted) <= _WANTED_CHARACTERS_MAX else ""
+        message = f"{path}{place}: does not fit the question's schema ({problem.validator}{shown})"
         raise StateError(message)
 
 

@@ -33,6 +33,7 @@ from keepstep.runtime.environment import Runtime
 from keepstep.runtime.gateway import Gateway
 from keepstep.runtime.history import Channels
 from keepstep.runtime.journal import Journal
+from keepstep.runtime.leaselook import LeaseLook
 from keepstep.runtime.outcome import (
     Blocked,
     Done,
@@ -274,7 +275,17 @@ def _prepared(runtime: Runtime, node_run: NodeRun, deadline: float) -> Attempt:
         runtime.settings.retry_in_place_seconds_max,
     )
     attempt = Attempt(
-        place, journal, book, children, transactions, codec, secrets, gateway, failures, runtime.responses
+        place,
+        journal,
+        book,
+        children,
+        transactions,
+        codec,
+        secrets,
+        gateway,
+        failures,
+        LeaseLook(runtime.store, fence),
+        runtime.responses,
     )
     if load:
         attempt.published = functools.cache(

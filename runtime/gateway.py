@@ -278,6 +278,7 @@ class Gateway:
             },
             to=ruling.to,
             quorum=ruling.quorum,
+            self_approval=ruling.self_approval,
             expires=ruling.expires_seconds,
             schema=_editable(tool.arguments, mask),
             bound={

@@ -57,7 +57,9 @@ class Obligations:
     to: tuple[str, ...] = ()
     """The roles that may approve; empty: anybody."""
     quorum: int = 1
-    """How many must approve."""
+    """How many different people must approve."""
+    self_approval: bool = True
+    """Whether who started the run may be one of them."""
     expires_seconds: float | None = None
     """How long the approval stays open; None: for good."""
     mask: tuple[str, ...] = ()
@@ -207,6 +209,7 @@ class _Book:
         obligations = Obligations(
             to=_joined(each.approve or () for each in approving),
             quorum=max((each.quorum for each in approving), default=1),
+            self_approval=all(each.self_approval for each in approving),
             expires_seconds=min(expiries, default=None),
             mask=_joined(each.mask for each in permits),
             limits=tuple((each.limit, each.id) for each in permits if each.limit is not None),
@@ -218,6 +221,8 @@ class _Book:
         reason = f"{_named([each.id for each in approving])} asks for approval by {whom}"
         if obligations.quorum > 1:
             reason += f", {obligations.quorum} of them"
+        if not obligations.self_approval:
+            reason += ", not by who started the run"
         return PolicyDecision("approve", ids, obligations, self.version, reason)
 
     def _failed(self, determining: Sequence[Policy], errors: Sequence[str]) -> PolicyDecision:

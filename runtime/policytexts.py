@@ -47,6 +47,8 @@ class Policy:
     approve: tuple[str, ...] | None = None
     """The roles that must approve; empty: anybody; None: no approval is needed."""
     quorum: int = 1
+    self_approval: bool = True
+    """Whether who started the run may approve."""
     expires_seconds: float | None = None
     mask: tuple[str, ...] = ()
     limit: str | None = None
@@ -243,7 +245,7 @@ class _Annotations:
                 self.refuse(f"has @{name}: known are {', '.join(f'@{each}' for each in _ANNOTATIONS)}")
             if name != "id" and self.effect == "forbid":
                 self.refuse(f"forbids, and @{name} belongs to what is permitted")
-        for name in ("quorum", "expires"):
+        for name in ("quorum", "self_approval", "expires"):
             if name in self.given and "approve" not in self.given:
                 self.refuse(f"has @{name} without @approve, whose {_ANNOTATIONS[name]} it is")
         if "limit" in self.given and self.id is None:
@@ -255,6 +257,7 @@ class _Annotations:
             line=self.statement.line,
             approve=self._roles() if "approve" in self.given else None,
             quorum=self._quorum(),
+            self_approval=self._self_approval(),
             expires_seconds=self._expires(),
             mask=self._mask(),
             limit=self._limit(),
@@ -292,6 +295,12 @@ class _Annotations:
             self.refuse(f"has a bad @quorum: how many must approve, 1 to {_QUORUM_MAX}")
         return number
 
+    def _self_approval(self) -> bool:
+        # A policy asks for more than the deployment's setting, never for less.
+        if self.given.get("self_approval", "false") != "false":
+            self.refuse('has a bad @self_approval: only @self_approval("false") says something')
+        return "self_approval" not in self.given
+
     def _expires(self) -> float | None:
         if "expires" not in self.given:
             return None
@@ -311,6 +320,7 @@ _ANNOTATIONS = {
     "id": "name",
     "approve": "roles",
     "quorum": "number of people",
+    "self_approval": "rule",
     "expires": "time",
     "mask": "arguments",
     "limit": "rate",

@@ -112,11 +112,15 @@ class Approval:
     node_run: str
     """Which node run asks."""
     schema: Any
+    """The JSON schema that answers must fit, if any."""
     choices: list[Any] | None
     on_expiry: str
     """What happens when nobody has answered in time: `reject`, `approve`, `escalate` or `fail`."""
     escalate_to: list[str]
-    """The JSON schema that answers must fit, if any."""
+    self_approval: bool
+    """Whether who started the run may approve, as far as the question itself says."""
+    started_by: str | None
+    """Who started the thread's present run."""
 
 
 @dataclass(frozen=True)
@@ -381,7 +385,10 @@ class Reader:
     ) -> list[Approval]:
         """Return approvals, oldest first: open ones, or those of another status, or all (`status=None`)."""
         thread_id = None if thread is None else self._one(thread, graph).id
-        rows = views.approvals(self._store, self.tenant, status=status, thread_id=thread_id, limit=limit)
+        of_graph = graph if thread is None else None
+        rows = views.approvals(
+            self._store, self.tenant, status=status, thread_id=thread_id, graph=of_graph, limit=limit
+        )
         found = []
         for row in rows:
             asked = view(row.question)
@@ -407,6 +414,8 @@ class Reader:
                     asked.get("choices"),
                     row.on_expiry,
                     json.loads(row.escalate_to) if row.escalate_to else [],
+                    asked.get("self_approval", True),
+                    row.started_by,
                 )
             )
         return found

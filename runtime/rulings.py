@@ -46,6 +46,8 @@ class Ruling:
     limits: tuple[tuple[str, str], ...] = ()
     tool_version: str = ""
     """The version of the tool that it is about: an approval is of that one."""
+    self_approval: bool = True
+    """Whether who started the run may approve."""
 
     @classmethod
     def of(cls, decision: PolicyDecision, tool: Tool[..., Any]) -> Ruling:
@@ -62,6 +64,7 @@ class Ruling:
             owed.mask,
             owed.limits,
             tool.version,
+            owed.self_approval,
         )
         if not tool.asks or decision.verdict == DENY:
             return ruling
@@ -74,7 +77,8 @@ class Ruling:
     def covers(self, other: Ruling) -> bool:
         """Tell whether who has approved under this ruling could also approve under the other."""
         everybody_may = not other.to or (bool(self.to) and set(self.to) <= set(other.to))
-        return everybody_may and self.quorum >= other.quorum and self.tool_version == other.tool_version
+        as_strict = self.quorum >= other.quorum and (other.self_approval or not self.self_approval)
+        return everybody_may and as_strict and self.tool_version == other.tool_version
 
     def is_of_version(self, other: Ruling) -> bool:
         """Tell whether another ruling is about the same version of the tool."""

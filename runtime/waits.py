@@ -78,6 +78,8 @@ class Question:
     schema: Any = None
     escalate_to: Sequence[str] | str = ()
     choices: Sequence[Any] | None = None
+    self_approval: bool = True
+    """Whether who started the run may approve; the deployment's setting may forbid it all the same."""
     bound: Any = None
     """What an answer is bound to, for a question that is found again by that and not by its place in the node."""
 
@@ -109,6 +111,7 @@ class Question:
     def plain(self) -> dict[str, Any]:
         """Return the question as it is stored."""
         choices = {} if self.choices is None else {"choices": list(self.choices)}
+        rule = {} if self.self_approval else {"self_approval": False}
         return {
             "question": self.text,
             "arguments": self.arguments,
@@ -116,6 +119,7 @@ class Question:
             "to": _names(self.to),
             "schema": json_schema(self.schema),
             **choices,
+            **rule,
         }
 
 

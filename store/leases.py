@@ -19,7 +19,7 @@ from dataclasses import dataclass
 from typing import Any, NamedTuple
 
 import msgspec
-from sqlalchemy import ColumnElement, Table, and_, cast, exists, literal, or_, update
+from sqlalchemy import ColumnElement, Table, and_, cast, exists, literal, or_, select, update
 from sqlalchemy import String as Text
 
 from keepstep.errors import StaleLease
@@ -189,9 +189,14 @@ def _given_back(table: Table) -> Statement:
     )
 
 
+def _held(table: Table) -> Statement:
+    return Statement(lambda _dialect: select(literal(1)).select_from(table).where(*fenced(table)))
+
+
 _GIVEN_BACK = (_given_back(thread), _given_back(node_run))
 _RENEWED = {None: _renewed(thread), "node": _renewed(node_run)}
 _POSTPONED = {None: _postponed(thread), "node": _postponed(node_run)}
+_HELD = {None: _held(thread), "node": _held(node_run)}
 
 
 def _kind(fence: Fence) -> str | None:
@@ -207,6 +212,11 @@ def give_back(store: Store, thread_id: str, nonce: str) -> None:
     params = {"thread_id": thread_id, "nonce": nonce}
     for statement in _GIVEN_BACK:
         store.patiently(functools.partial(store.rows, statement, params), seconds=_GIVE_BACK_PATIENCE_SECONDS)
+
+
+def is_held(store: Store, fence: Fence) -> bool:
+    """Tell whether a lease is still held; a look, which keeps nobody from taking it a moment later."""
+    return bool(store.rows(_HELD[_kind(fence)], fence_params(fence)))
 
 
 def begin_attempt(store: Store, fence: Fence, *, failures: int) -> int:

@@ -114,6 +114,8 @@ class ApprovalView(NamedTuple):
     assigned: str | None
     """Who is asked now (JSON); None: those whom the question names."""
     escalate_to: str | None
+    started_by: str | None
+    """Who started the thread's present run."""
     expires_at: float | None
     created_at: float
     closed_at: float | None
@@ -227,18 +229,21 @@ _NODE_RUNS = Statement(
         .order_by(node_run.c.branch, node_run.c.seq, node_run.c.position)
     )
 )
+_BESIDE_APPROVALS = {"thread": thread.c.name.label("thread"), "agent": thread.c.agent, "started_by": run.c.started_by}
 _APPROVAL_COLUMNS = [
-    thread.c.name.label("thread") if name == "thread" else thread.c.agent if name == "agent" else approval.c[name]
-    for name in ApprovalView._fields
+    _BESIDE_APPROVALS[name] if name in _BESIDE_APPROVALS else approval.c[name] for name in ApprovalView._fields
 ]
 _APPROVALS = Statement(
     lambda _dialect: (
         select(*_APPROVAL_COLUMNS)
-        .select_from(approval.join(thread, thread.c.id == approval.c.thread_id))
+        .select_from(
+            approval.join(thread, thread.c.id == approval.c.thread_id).outerjoin(run, run.c.id == thread.c.run_id)
+        )
         .where(
             approval.c.tenant == param("tenant"),
             or_(cast(param("status"), Text).is_(None), approval.c.status == cast(param("status"), Text)),
             or_(cast(param("thread_id"), Text).is_(None), approval.c.thread_id == cast(param("thread_id"), Text)),
+            or_(cast(param("graph"), Text).is_(None), thread.c.agent == cast(param("graph"), Text)),
         )
         .order_by(approval.c.created_at, approval.c.id)
         .limit(param("limit"))
@@ -387,10 +392,10 @@ def node_runs(store: Store, thread_id: str) -> list[NodeRunView]:
 
 
 def approvals(
-    store: Store, tenant: str, *, status: str | None, thread_id: str | None, limit: int
+    store: Store, tenant: str, *, status: str | None, thread_id: str | None, graph: str | None = None, limit: int
 ) -> list[ApprovalView]:
     """Return approvals of a tenant, oldest first."""
-    params = {"tenant": tenant, "status": status, "thread_id": thread_id, "limit": limit}
+    params = {"tenant": tenant, "status": status, "thread_id": thread_id, "graph": graph, "limit": limit}
     return [ApprovalView(*row) for row in store.rows(_APPROVALS, params)]
 
 

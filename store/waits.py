@@ -57,7 +57,13 @@ class ApprovalState(NamedTuple):
     on_expiry: str
     assigned: str | None
     """Who is asked now (JSON), when that is not who was asked at first."""
+    escalate_to: str | None
+    escalated: int
     expired: int
+
+    def put_to(self, first: list[str]) -> list[str]:
+        """Return whom the question itself asks, delegates left out; `first`: those that were asked at first."""
+        return list(json.loads(self.escalate_to)) if self.escalated and self.escalate_to is not None else first
 
     def asked(self, first: list[str]) -> list[str]:
         """Return the people and roles that are asked; `first`: those that were at first."""
@@ -87,6 +93,11 @@ _OF_RUN = Statement(
 _KEY_COLUMNS = [wait.c[name] for name in WaitKey._fields]
 _OF_APPROVAL = Statement(lambda _dialect: select(*_KEY_COLUMNS).where(wait.c.approval_id == param("approval_id")))
 _THREAD_OF = Statement(lambda _dialect: select(approval.c.thread_id).where(approval.c.id == param("id")))
+_THREAD_OF_TENANTS = Statement(
+    lambda _dialect: select(approval.c.thread_id).where(
+        approval.c.id == param("id"), approval.c.tenant == param("tenant")
+    )
+)
 _LOCK = Statement(
     lambda _dialect: select(thread.c.id, thread.c.status).where(thread.c.id == param("thread_id")).with_for_update()
 )
@@ -270,6 +281,12 @@ def started_by(transaction: Transaction, thread_id: str) -> str | None:
 def thread_of_approval(transaction: Transaction, approval_id: str) -> str | None:
     """Return the id of the thread an approval belongs to, or None: to be locked before the approval is."""
     row = transaction.row(_THREAD_OF, {"id": approval_id})
+    return None if row is None else str(row[0])
+
+
+def thread_of_tenants_approval(transaction: Transaction, approval_id: str, tenant: str) -> str | None:
+    """Return the id of the thread that an approval of the tenant belongs to, or None. Nothing is locked."""
+    row = transaction.row(_THREAD_OF_TENANTS, {"id": approval_id, "tenant": tenant})
     return None if row is None else str(row[0])
 
 

@@ -15,7 +15,7 @@ from keepstep import broker, topics
 from keepstep.settings import Settings
 from keepstep.signing import ALGORITHMS
 from keepstep.store import events
-from keepstep.tasks import messages
+from keepstep.tasks import messages, refusalcodes
 
 _PREFIX = "{prefix}"
 _CONTENT_TYPE = "application/json"
@@ -88,6 +88,7 @@ def _model_schemas() -> dict[str, Any]:
     schemas: dict[str, Any] = found["$defs"]
     for verb, conditions in _CONDITIONS.items():
         schemas[messages.MODELS[verb].__name__]["allOf"] = conditions
+    schemas["ErrorPart"]["properties"]["code"]["x-codes"] = refusalcodes.listed()
     return schemas
 
 

@@ -19,11 +19,12 @@ from kombu import Connection, Consumer
 from keepstep import broker
 from keepstep.blockage import Blocked
 from keepstep.crashpoints import reach
-from keepstep.errors import InvalidInput, KeepstepError, NotCarried, Unavailable
-from keepstep.runtime import commands
+from keepstep.errors import Forbidden, InvalidInput, KeepstepError, NotCarried, Unauthenticated, Unavailable
+from keepstep.runtime import commands, refusals
 from keepstep.runtime.environment import Runtime
+from keepstep.runtime.principals import Principal
 from keepstep.settings import Settings
-from keepstep.tasks import messages
+from keepstep.tasks import messages, refused
 from keepstep.tasks.logs import told
 from keepstep.tasks.replies import Replies
 from keepstep.tasks.service import Service
@@ -112,6 +113,7 @@ class Commands(Service):
     def _take(self, message: Any) -> None:
         raw = message.body
         body = raw.encode("utf-8", "surrogatepass") if isinstance(raw, str) else bytes(raw)
+        principal = None
         try:
             command, principal = messages.receive(
                 body,
@@ -123,6 +125,7 @@ class Commands(Service):
         except NotCarried as error:
             self._hold(message, body, error)
         except InvalidInput as error:
+            self._audit(body, principal, error)
             self._refuse(message, body, error)
         except Unavailable as error:
             self._backoff_seconds = min(_BACKOFF_SECONDS_MAX, self._backoff_seconds * 2 or 0.1)
@@ -174,6 +177,16 @@ class Commands(Service):
                 return  # kept until RabbitMQ takes messages again
             self._held.remove(held)
             held.message.ack()
+
+    def _audit(self, body: bytes, principal: Principal | None, error: InvalidInput) -> None:
+        """Keep who wanted what they may not, with the thread that it is about."""
+        if not isinstance(error, Forbidden | Unauthenticated):
+            return
+        found = refused.said_by(body)
+        if found is not None:
+            said, subject = found
+            sender = refused.sender_of(said, subject, principal, error, takes_unsigned=self._accept_unsigned)
+            refusals.record(self._runtime, said, sender, error)
 
     def _refuse(self, message: Any, body: bytes, error: KeepstepError) -> None:
         self._backoff_seconds = 0.0

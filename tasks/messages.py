@@ -29,6 +29,7 @@ from keepstep.priority import Priority
 from keepstep.runtime.principals import Principal
 from keepstep.runtime.reader import Event
 from keepstep.store import events
+from keepstep.tasks import refusalcodes
 from keepstep.tasks.tokens import TrustedKeys
 
 VERSION: Literal[1] = 1
@@ -233,7 +234,7 @@ class ErrorPart(BaseModel):
 
     model_config = ConfigDict(strict=True, extra="forbid", frozen=True, hide_input_in_errors=True)
 
-    code: str = Field(description="Stable and machine-readable.")
+    code: str = Field(description="Stable and machine-readable; see Refusals.")
     message: str = Field(description="For people.")
 
 
@@ -529,6 +530,14 @@ JSON is taken strictly: no key twice in one object, no NaN or infinity, no numbe
 is 1 to 200 printable characters, a text at most 10,000 characters. A field that is not required may be missing or null.
 """
 
+_REFUSALS = """## Refusals
+
+What is refused has changed nothing, and its id is free: the same message can be sent again. Where that is worth while
+is said here; elsewhere something else has to change first. Codes may be added; one that a sender does not know is a
+refusal all the same. Who wanted what they may not (the codes from `unauthenticated` to `forbidden`, `not_asked` and
+`self_approval`) stands in the audit of the thread that it was about, as `refused` (`keepstep show`), up to 100 times.
+"""
+
 _ABOUT_EVENTS = """What happens to threads and their approvals is published on the topic exchange `<prefix>.events`
 (durable; the setting `publish_events` turns it off), under the routing key `<event>.<tenant>.<graph>`, in which every
 character of a name that is no letter, digit, `-` or `_` is `_`. A consumer makes a durable queue of its own and binds
@@ -634,6 +643,7 @@ def markdown() -> str:
         f"## Reply\n\n{Reply.__doc__}\n\n{_table(Reply)}\n`error` has these fields:\n\n{_table(ErrorPart)}\n"
         f"{_fenced(example_reply())}\n{_fenced(example_reply(refused=True))}"
     )
+    parts.append(f"{_REFUSALS}\n{refusalcodes.markdown()}")
     kinds = "\n".join(f"| `{kind}` | {text} | {_PAYLOADS[kind]} |" for kind, text in events.KINDS.items())
     parts.append(
         f"## Events\n\n{_ABOUT_EVENTS}\n{_table(EventMessage)}\n| event | what happened | payload |\n|---|---|---|\n"

@@ -16,7 +16,7 @@ from typing import Any
 
 import structlog
 
-from keepstep.errors import Forbidden, InvalidSettings, Unauthenticated
+from keepstep.errors import Forbidden, InvalidSettings, KeyNotTrusted, Unauthenticated
 from keepstep.runtime.principals import Principal
 from keepstep.settings import Settings
 from keepstep.signing import algorithm_of, library, read_key_file
@@ -73,8 +73,9 @@ class TrustedKeys:
     def verified(self, token: object) -> tuple[dict[str, Any], Principal]:
         """Return the command that a token carries, and whose word it is.
 
-        Raises `Unauthenticated` when the signature, the audience, the times or the id do not hold, `Forbidden` when the
-        key is not trusted with the command's tenant or verb. What the token says is shown in neither.
+        Raises `Unauthenticated` when the signature, the audience, the times or the id do not hold, `KeyNotTrusted` when
+        the key is not trusted with what the command says, `Forbidden` when that names somebody else than the token.
+        What the token says is shown in none of them.
         """
         if not isinstance(token, str):
             message = "$.jwt: a token (a string) is needed"
@@ -230,7 +231,7 @@ def _check_trusted(kid: str, key: _Key, command: Mapping[str, Any], principal: P
     for member, allowed, named in wanted:
         if allowed is not None and not set(named) <= set(allowed):
             message = f"key {kid!r} is not trusted with this {member}: its {member}s in trusted_keys say with which"
-            raise Forbidden(message)
+            raise KeyNotTrusted(message)
 
 
 def _as(command: dict[str, Any], subject: object) -> dict[str, Any]:

@@ -1,28 +1,24 @@
-"""`keepstep approvals`, `approve`, `reject`, `answer`, `request-changes`, `delegate`: what graphs ask people."""
+"""`keepstep approve`, `reject`, `answer`, `request-changes`, `delegate`: people's words on what graphs ask."""
 
 from __future__ import annotations
 
-import json
+import sys
 from collections.abc import Callable, Iterator
-from contextlib import contextmanager, suppress
-from enum import StrEnum
+from contextlib import contextmanager
 from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 
 from keepstep.cli import values
 from keepstep.cli.command import command
-from keepstep.cli.control import GraphName, read_value, report
+from keepstep.cli.control import read_value, report
+from keepstep.cli.questions import LOOKED_AT_MAX, PANEL, beginning_with, whole
 from keepstep.cli.session import Session
-from keepstep.errors import Ambiguous, InvalidInput, NotFound
+from keepstep.errors import InvalidInput, NotFound
 
 if TYPE_CHECKING:
-    from keepstep.cli.output import Output
     from keepstep.client import Client, Receipt
     from keepstep.runtime.reader import Approval, Reader
-
-PANEL = "Decide"
-_LOOKED_AT_MAX = 10_000
 
 _ID_HELP = "The approval's id (`keepstep approvals`), or how it begins, or the name of a thread that asks one thing."
 _Id = Annotated[str, typer.Argument(metavar="ID", help=_ID_HELP)]
@@ -31,6 +27,8 @@ _All = Annotated[
     bool, typer.Option("--all", help="Every open approval that --thread and --graph leave, instead of IDs.")
 ]
 _Thread = Annotated[str | None, typer.Option("--thread", metavar="THREAD", help="With --all: only this thread's.")]
+_Graph = Annotated[str | None, typer.Option("--graph", "-g", metavar="NAME", help="With --all: only this graph's.")]
+_Yes = Annotated[bool, typer.Option("--yes", "-y", help="With --all: do not ask at a terminal whether to go on.")]
 _By = Annotated[
     str | None, typer.Option("--by", metavar="NAME", help="Who decides; without it the user of this machine.")
 ]
@@ -41,80 +39,6 @@ _Roles = Annotated[
 _Comment = Annotated[str | None, typer.Option("--comment", metavar="TEXT", help="A remark; the graph gets it too.")]
 
 
-class Status(StrEnum):
-    """Which approvals."""
-
-    OPEN = "open"
-    APPROVED = "approved"
-    REJECTED = "rejected"
-    ANSWERED = "answered"
-    CHANGES_REQUESTED = "changes_requested"
-    EXPIRED = "expired"
-    WITHDRAWN = "withdrawn"
-    ALL = "all"
-
-
-@command("approvals", panel=PANEL, reads=True, example="keepstep approvals --thread order-81")
-def approvals(
-    session: Session,
-    *,
-    thread: Annotated[str | None, typer.Option("--thread", metavar="THREAD", help="Only this thread's.")] = None,
-    graph: GraphName = None,
-    status: Annotated[Status, typer.Option("--status", metavar="|".join(Status), help="Which ones.")] = Status.OPEN,
-    limit: Annotated[int, typer.Option("--limit", "-n", min=1, max=10_000, metavar="N", help="At most N.")] = 100,
-) -> None:
-    """List what waits for a person's word, the oldest first, with the commands that give it."""
-    from keepstep.cli import records
-
-    wanted = None if status is Status.ALL else status.value
-    with session.reader() as reader:
-        found = reader.approvals(thread=thread, graph=graph, status=wanted, limit=limit)
-        decisions = {each.id: reader.decisions(each.id) for each in found}
-    if session.as_json:
-        session.output.document({"approvals": [records.approval(each, decisions[each.id]) for each in found]})
-        return
-    if not found:
-        session.output.line(f"no approvals are {status.value}" if wanted else "there are no approvals")
-    for number, each in enumerate(found):
-        if number:
-            session.output.line()
-        _print(session, each, decisions[each.id])
-
-
-def _print(session: Session, found: Approval, decisions: list[dict[str, Any]]) -> None:
-    from rich.text import Text
-
-    from keepstep.cli.output import STATUS_STYLES, relative, shown, visible
-
-    output: Output = session.output
-    head = Text(found.id, style="bold")
-    head.append(f"  {found.status}", style=STATUS_STYLES.get(found.status, ""))
-    asked = relative(found.created_at.timestamp())
-    head.append(visible(f"  {found.graph}/{found.thread}  asked {asked} by {found.node_run}"), style="not bold")
-    output.line(head)
-    expires = found.expires_at
-    approved = [each["by"] for each in decisions if each["verdict"] == "approve"]
-    fitting = None if found.schema is None else f"must fit {shown(found.schema)}"
-    facts = {
-        "question": found.question,
-        "arguments": None if found.arguments is None else shown(found.arguments),
-        "context": None if found.context is None else shown(found.context),
-        "answer" if found.kind == "ask" else "edits": fitting,
-        "choices": None if found.choices is None else ", ".join(json.dumps(each) for each in found.choices),
-        "for": ", ".join(found.to),
-        "quorum": f"{len(approved)} of {found.quorum} have approved" if found.quorum > 1 else None,
-        "expires": _expiry(found, relative(expires.timestamp())) if expires and found.status == "open" else None,
-        "decided": "; ".join(_decided(each) for each in decisions),
-        "decide": "\n".join(deciding(session, found)) if found.status == "open" else None,
-    }
-    output.facts({f"  {name}": value for name, value in facts.items()})
-
-
-def _expiry(found: Approval, when: str) -> str:
-    then = f"asks {', '.join(found.escalate_to)}" if found.on_expiry == "escalate" else found.on_expiry
-    return f"{when}, then: {then}"
-
-
 @contextmanager
 def _deciding(session: Session, roles: list[str] | None) -> Iterator[Client]:
     try:
@@ -122,59 +46,63 @@ def _deciding(session: Session, roles: list[str] | None) -> Iterator[Client]:
             yield client
     except NotFound as error:
         message = f"{error.message}: {session.hint('approvals')} lists those that are open"
-        raise NotFound(message) from None
-
-
-def _whole(session: Session, written: str) -> str:
-    """Return the one id that begins as it was written, or of the thread's only open question.
-
-    What was written when the database cannot be asked.
-    """
-    if not written:
-        return written
-
-    def look(reader: Reader) -> list[str]:
-        for status in ("open", None):
-            ids = [each.id for each in reader.approvals(status=status, limit=_LOOKED_AT_MAX)]
-            found = [each for each in ids if each.startswith(written.lower())]
-            if found:
-                return found
-        with suppress(NotFound):
-            return [each.id for each in reader.approvals(thread=written, limit=_LOOKED_AT_MAX)]
-        return []
-
-    found = session.glance(look) or [written]
-    if len(found) > 1:
-        message = f"{written!r} means several approvals: {', '.join(found[:5])}"
-        raise Ambiguous(message)
-    return found[0]
-
-
-def _decided(decision: dict[str, Any]) -> str:
-    comment = f" ({decision['comment']})" if decision.get("comment") else ""
-    return f"{decision['verdict']} by {decision['by']}{comment}"
-
-
-def deciding(session: Session, found: Approval) -> list[str]:
-    """Return the commands that decide an approval."""
-    if found.kind == "ask":
-        verbs = [f"answer {found.id} VALUE"]
-    else:
-        verbs = [f"approve {found.id}", *([f"approve {found.id} --arguments JSON"] if found.arguments else [])]
-    return [session.hint(verb) for verb in (*verbs, f"reject {found.id}")]
+        raise type(error)(message) from None
 
 
 def _named(
-    session: Session, written: list[str] | None, *, everything: bool, thread: str | None, graph: str | None
+    session: Session,
+    written: list[str] | None,
+    done: str,
+    *,
+    everything: bool,
+    sure: bool,
+    thread: str | None,
+    graph: str | None,
 ) -> list[str]:
-    """Return the ids that are meant: those that were written, or all that are open."""
+    """Return the ids that are meant: those that were written, or all that are open, when a person at a terminal agrees.
+
+    `done`: what is done to them, in words.
+    """
     if bool(written) == everything:
-        message = "say which approvals: IDs, or --all"
+        message = f"say which approvals: IDs ({session.hint('approvals')} lists them), or --all"
+        raise InvalidInput(message)
+    if written and thread is not None:
+        message = "--thread belongs to --all; an ID, or the name of a thread that asks one thing, says which one it is"
         raise InvalidInput(message)
     if written:
-        return list(dict.fromkeys(_whole(session, each) for each in written))
+        return list(dict.fromkeys(whole(session, each) for each in written))
     with session.reader() as reader:
-        return [each.id for each in reader.approvals(thread=thread, graph=graph, limit=_LOOKED_AT_MAX)]
+        found = reader.approvals(thread=thread, graph=graph, limit=LOOKED_AT_MAX)
+    if found and not sure and not session.as_json and sys.stdin.isatty():
+        _agreed(found, done)
+    return [each.id for each in found]
+
+
+def _agreed(found: list[Approval], done: str) -> None:
+    """Show what is about to be decided and ask whether to go on; raise `Exit` when the answer is no."""
+    from keepstep.cli.output import short, visible
+
+    for each in found:
+        asked = "" if each.arguments is None else f" {short(each.arguments, 60)}"
+        typer.echo(visible(f"{each.id}  {each.graph}/{each.thread}  {short(each.question, 60)}{asked}"), err=True)
+    if not typer.confirm(f"These {len(found)} are to be {done}. Go on?", err=True):
+        typer.echo("nothing was decided", err=True)
+        raise typer.Exit(1)
+
+
+def _still_open(session: Session, approval: str) -> str:
+    """Say that an approval needs more people, when the database can be asked."""
+
+    def look(reader: Reader) -> str:
+        found = next(iter(beginning_with(reader, approval)), None)
+        if found is None or found.status != "open" or found.id != approval:
+            return ""
+        places = {
+            each.get("place") or each["by"] for each in reader.decisions(approval) if each["verdict"] == "approve"
+        }
+        return f"; {len(places)} of {found.quorum} people so far: it stays open"
+
+    return "" if session.as_json else session.glance(look) or ""
 
 
 def _each(
@@ -188,7 +116,8 @@ def _each(
     """Decide one approval, or several: each is a decision of its own, and one that is refused stops none."""
     with _deciding(session, roles) as client:
         if len(ids) == 1:
-            report(session, decide(client, ids[0]), told(ids[0]), **facts)
+            receipt = decide(client, ids[0])
+            report(session, receipt, told(ids[0]), **facts)
             return
         results: list[dict[str, Any]] = []
         for approval in ids:
@@ -222,8 +151,9 @@ def approve(
     *,
     approvals: _Ids = None,
     everything: _All = False,
+    sure: _Yes = False,
     thread: _Thread = None,
-    graph: GraphName = None,
+    graph: _Graph = None,
     arguments: Annotated[
         str | None,
         typer.Option(
@@ -242,21 +172,25 @@ def approve(
     by: _By = None,
     roles: _Roles = None,
 ) -> None:
-    """Approve what was asked, or edited arguments in its place; several questions at once, if need be."""
+    """Approve what was asked, or edited arguments in its place; several questions at once, if need be.
+
+    Where several people are needed (`needs` in `keepstep approvals`) it stays open until the last of them has approved
+    the same. Who approves is --by; where commands are signed, --role says as what.
+    """
     edited = None
     if arguments is not None:
         text = values.from_file("-", "--arguments") if arguments == "-" else arguments
         edited = values.an_object(text, "--arguments")
     chosen = None if choice is None else values.from_text(choice, "--choice")
     who = by or values.this_user()
-    ids = _named(session, approvals, everything=everything, thread=thread, graph=graph)
+    ids = _named(session, approvals, "approved", everything=everything, sure=sure, thread=thread, graph=graph)
     edits = "" if edited is None else ", with edited arguments"
     _each(
         session,
         ids,
         roles,
         lambda client, id_: client.approve(id_, by=who, arguments=edited, choice=chosen, comment=comment),
-        lambda id_: f"approved {id_} as {who}{edits}",
+        lambda id_: f"approved {id_} as {who}{edits}{_still_open(session, id_)}",
         by=who,
     )
 
@@ -274,15 +208,16 @@ def reject(
     *,
     approvals: _Ids = None,
     everything: _All = False,
+    sure: _Yes = False,
     thread: _Thread = None,
-    graph: GraphName = None,
+    graph: _Graph = None,
     comment: _Comment = None,
     by: _By = None,
     roles: _Roles = None,
 ) -> None:
     """Reject what was asked. One rejection decides, whatever the quorum."""
     who = by or values.this_user()
-    ids = _named(session, approvals, everything=everything, thread=thread, graph=graph)
+    ids = _named(session, approvals, "rejected", everything=everything, sure=sure, thread=thread, graph=graph)
     _each(
         session,
         ids,
@@ -309,7 +244,7 @@ def request_changes(
 ) -> None:
     """Neither approve nor reject: the graph gets the comment, and may ask again."""
     who = by or values.this_user()
-    approval = _whole(session, approval)
+    approval = whole(session, approval)
     with _deciding(session, roles) as client:
         receipt = client.request_changes(approval, comment, by=who)
         report(session, receipt, f"asked for changes of {approval} as {who}", by=who)
@@ -332,7 +267,7 @@ def delegate(
 ) -> None:
     """Let others decide in your place. The question stays open."""
     who = by or values.this_user()
-    approval = _whole(session, approval)
+    approval = whole(session, approval)
     with _deciding(session, roles) as client:
         receipt = client.delegate(approval, to, by=who, comment=comment)
         report(session, receipt, f"{approval} asks {', '.join(to)} in the place of {who}", by=who, to=to)
@@ -363,7 +298,7 @@ def answer(
 
     said = read_value(value, "VALUE", text=text)
     who = by or values.this_user()
-    approval = _whole(session, approval)
+    approval = whole(session, approval)
     with _deciding(session, roles) as client:
         receipt = client.answer(approval, said, by=who, comment=comment)
         kind = "text" if isinstance(said, str) else "JSON"

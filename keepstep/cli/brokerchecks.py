@@ -88,7 +88,7 @@ def _found(
         findings.append(Finding("warning", "broker", text, way_out))
     rejected = queues.get("rejected") or NOTHING
     if rejected.length:
-        text = f"commands that no worker could handle: {rejected.length}"
+        text = f"commands that were refused, or that no worker could handle: {rejected.length}"
         way_out = f"look at the queue {broker.commands_name(settings.queue)}.rejected"
         findings.append(Finding("warning", "broker", text, way_out))
     return findings

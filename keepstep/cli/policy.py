@@ -138,6 +138,8 @@ def _obliges(policy: Policy) -> str:
     approve = None if policy.approve is None else f"approval by {', '.join(policy.approve) or 'anybody'}"
     if approve is not None and policy.quorum > 1:
         approve += f", {policy.quorum} of them"
+    if approve is not None and not policy.self_approval:
+        approve += ", not who started the run"
     if approve is not None and policy.expires_seconds is not None:
         approve += f", within {_length(policy.expires_seconds)}"
     mask = f"mask {', '.join(policy.mask)}" if policy.mask else None
@@ -153,6 +155,7 @@ def _policy_document(policy: Policy) -> dict[str, Any]:
         "line": policy.line,
         "approve": policy.approve,
         "quorum": policy.quorum,
+        "self_approval": policy.self_approval,
         "expires_seconds": policy.expires_seconds,
         "mask": policy.mask,
         "limit": policy.limit,
@@ -198,6 +201,7 @@ def _facts(verdict: str, obligations: Obligations) -> dict[str, str | None]:
     return {
         "to": (", ".join(obligations.to) or "anybody") if asked else None,
         "quorum": str(obligations.quorum) if asked else None,
+        "not": "who started the run" if asked and not obligations.self_approval else None,
         "expires": None if expires is None else f"in {_length(expires)}",
         "mask": ", ".join(obligations.mask),
         "limits": ", ".join(f"{limit} ({policy})" for limit, policy in obligations.limits),
@@ -255,6 +259,7 @@ def _decision_document(decision: PolicyDecision) -> dict[str, Any]:
         "obligations": {
             "to": obligations.to,
             "quorum": obligations.quorum,
+            "self_approval": obligations.self_approval,
             "expires_seconds": obligations.expires_seconds,
             "mask": obligations.mask,
             "limits": [{"limit": limit, "policy": policy} for limit, policy in obligations.limits],

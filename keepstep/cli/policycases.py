@@ -38,6 +38,7 @@ class Case(BaseModel):
     policies: list[str] | None = None
     to: list[str] | None = None
     quorum: int | None = None
+    self_approval: bool | None = None
     expires: str | None = None
     mask: list[str] | None = None
     limits: list[str] | None = None
@@ -67,6 +68,7 @@ class Case(BaseModel):
             "policies": (_sorted(self.policies), sorted(decision.policies)),
             "to": (_sorted(self.to), sorted(obligations.to)),
             "quorum": (self.quorum, obligations.quorum),
+            "self_approval": (self.self_approval, obligations.self_approval),
             "expires": (None if self.expires is None else length_seconds(self.expires), obligations.expires_seconds),
             "mask": (_sorted(self.mask), sorted(obligations.mask)),
             "limits": (_sorted(self.limits), sorted(limit for limit, _policy in obligations.limits)),
@@ -153,4 +155,6 @@ def _sorted(names: list[str] | None) -> list[str] | None:
 def _shown(value: Any) -> str:
     if isinstance(value, list):
         return ", ".join(value) or "none"
+    if isinstance(value, bool):
+        return str(value).lower()
     return f"{value:g} s" if isinstance(value, float) else "none" if value is None else str(value)

@@ -10,8 +10,8 @@ from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any, Protocol, Self
 
 from keepstep.cli import records
-from keepstep.cli.approvals import deciding
 from keepstep.cli.output import STATUS_STYLES, console, duration, short, shown, visible
+from keepstep.cli.questions import deciding
 from keepstep.cli.session import Session
 from keepstep.cli.show import waited_for
 

@@ -198,6 +198,8 @@ def approval(found: Approval, decisions: Iterable[dict[str, Any]] = ()) -> dict[
         "on_expiry": found.on_expiry,
         "escalate_to": found.escalate_to,
         "quorum": found.quorum,
+        "self_approval": found.self_approval,
+        "started_by": found.started_by,
         "decisions": list(decisions),
         "expires_at": found.expires_at,
         "created_at": found.created_at,

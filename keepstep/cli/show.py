@@ -7,14 +7,16 @@ from typing import TYPE_CHECKING, Any
 
 from keepstep.cli.command import command
 from keepstep.cli.control import GraphName, ThreadName
+from keepstep.cli.questions import beginning_with, needs
 from keepstep.cli.session import Session
 from keepstep.cli.threads import PANEL
 from keepstep.cli.waysout import way_out
+from keepstep.errors import NotFound
 
 if TYPE_CHECKING:
     from rich.text import Text
 
-    from keepstep.runtime.reader import Reader, Thread
+    from keepstep.runtime.reader import Approval, Reader, Thread
     from keepstep.store.views import AuditView, EffectView, NodeRunView
 
 _RECENT = 10
@@ -26,7 +28,13 @@ _EVENTS_MAX = 10_000
 def show(session: Session, *, thread: ThreadName, graph: GraphName = None) -> None:
     """Show a thread: its status, parent, runs, node runs under way, waits, children, effects, who asked for what."""
     with session.reader() as reader:
-        found = reader.get(thread, graph=graph)
+        try:
+            found = reader.get(thread, graph=graph)
+        except NotFound as error:
+            if not beginning_with(reader, thread):
+                raise
+            message = f"{error.message}; it is an approval: {session.hint(f'approvals {thread}')}"
+            raise NotFound(message) from None
         if session.as_json:
             session.output.document(_document(reader, found))
         else:
@@ -174,10 +182,20 @@ def _print_waits(session: Session, reader: Reader, found: Thread) -> None:
     rows = []
     for each in waits[:_RECENT]:
         asked = questions.get(each.approval_id or "")
-        rows.append((each.run, waited_for(each, asked.question if asked else None)))
+        what = waited_for(each, asked.question if asked else None)
+        rows.append((each.run, what + _whom(session, reader, asked)))
     session.output.table(("NODE RUN", "WAIT"), rows)
     if questions:
         session.output.line(f"decide: {session.hint(f'approvals --thread {found.name}')}")
+
+
+def _whom(session: Session, reader: Reader, asked: Approval | None) -> str:
+    """Return who is asked and who must agree."""
+    if asked is None:
+        return ""
+    who = f"; asks {', '.join(asked.to) or 'anybody'}"
+    rule = needs(session, asked, reader.decisions(asked.id))
+    return who if rule is None else f"{who}; needs {rule}"
 
 
 def _print_children(session: Session, reader: Reader, found: Thread) -> None:

@@ -8,7 +8,7 @@ import typer
 
 from keepstep.cli import values
 from keepstep.cli.command import Database, command
-from keepstep.cli.control import report
+from keepstep.cli.control import By, report
 from keepstep.cli.session import Session
 from keepstep.cli.waysout import way_out
 from keepstep.errors import InvalidInput
@@ -68,6 +68,7 @@ def start(
             show_default=False,
         ),
     ] = None,
+    by: By = None,
     wait: Annotated[bool, typer.Option("--wait", "-w", help="Follow the run to its end and print its state.")] = False,
     timeout: Annotated[
         float | None,
@@ -93,6 +94,7 @@ def start(
             if_running="reject" if reject_if_running else "queue",
             step_limit=step_limit,
             priority=priority,
+            by=by or values.this_user(),
         )
         reply = session.reply(receipt)
         if not wait or reply is None:

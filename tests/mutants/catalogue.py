@@ -49,6 +49,7 @@ _MODELS = "tests/steps/test_models.py::test_"
 _GATEWAY = "tests/steps/test_gateway.py::test_"
 _TWO_PHASE = "tests/steps/test_two_phase.py::test_"
 _APPROVED = "tests/steps/test_approved_calls.py::test_"
+_FOUR_EYES = "tests/steps/test_four_eyes.py::test_"
 _IN_DOUBT = "tests/steps/test_calls_in_doubt.py::test_"
 
 MUTANTS = (
@@ -836,5 +837,37 @@ MUTANTS = (
             ),
         ),
         seeds=40,
+    ),
+    Mutant(
+        "four eyes",
+        "two people in one place are two of a quorum",
+        "runtime/decisions.py",
+        (
+            ("(each.by for each in decided if each.place == place), None)", "(each.by for each in ()), None)"),
+            ("{each.place for each in earlier if", "{each.by for each in earlier if"),
+            ("== APPROVE} | {place}", "== APPROVE} | {message.by}"),
+        ),
+        (_FOUR_EYES + "those_who_share_one_place_count_once", "-k", "sqlite"),
+    ),
+    Mutant(
+        "four eyes",
+        "who started the run names who approves it",
+        "runtime/decisions.py",
+        (("message.verdict in (REJECT, REQUEST_CHANGES)", "message.verdict in (REJECT, REQUEST_CHANGES, DELEGATE)"),),
+        (_FOUR_EYES + "who_started_the_run_neither_approves_nor_chooses_who_does[sqlite]",),
+    ),
+    Mutant(
+        "four eyes",
+        "a call that its requester approved is made under a rule that forbids it by now",
+        "runtime/rulings.py",
+        ((" and (other.self_approval or not self.self_approval)", ""),),
+        (_FOUR_EYES + "a_rule_that_becomes_stricter_asks_anew[sqlite]",),
+    ),
+    Mutant(
+        "four eyes",
+        "a policy's rule does not reach the question",
+        "runtime/gateway.py",
+        (("            self_approval=ruling.self_approval,\n", ""),),
+        (_FOUR_EYES + "who_started_the_run_neither_approves_nor_chooses_who_does[sqlite]",),
     ),
 )

@@ -164,7 +164,7 @@ def test_an_answer_that_is_false_is_an_answer(deploy, answer):
 def test_edited_arguments_must_fit_the_schema_that_the_graph_gives(deploy):
     schema = {"type": "object", "properties": {"amount": {"type": "string", "pattern": "^[0-9.]+$"}}}
     d = asked(deploy, arguments=ASKED, schema=schema)
-    with pytest.raises(StateError, match=r"\$\.arguments\.amount: does not fit the question's schema \(pattern\)"):
+    with pytest.raises(StateError, match=r"\$\.arguments\.amount: does not fit the question's schema \(pattern "):
         d.decide(arguments={**ASKED, "amount": "much"})
     d.decide(arguments={**ASKED, "amount": "10.00"})
     assert d.drain() == "done"

@@ -3,108 +3,19 @@
 from __future__ import annotations
 
 import contextlib
-import json
 import os
 import re
 import signal
-import subprocess
-import sys
 import time
 from collections.abc import Iterator
-from concurrent.futures import ThreadPoolExecutor
-from pathlib import Path
 
 import pytest
 
-from keepstep.cli.program import run
+from tests.stories.terminal import AGENTS, Terminal
 
 # A busy machine needs long to start a worker, and the first command of each story waits for that.
 pytestmark = [pytest.mark.slow, pytest.mark.timeout(300)]
-AGENTS = Path(__file__).with_name("cli_agents.py")
 BIG = [2**53 + 1, 2**63 - 1, 2**63, -(2**63) - 1, 2**64, int("7" * 80)]
-
-
-class Terminal:
-    """Somebody at a prompt in one folder."""
-
-    def __init__(self, folder: Path, capsys: pytest.CaptureFixture[str]) -> None:
-        self.folder = folder
-        self._capsys = capsys
-        self.running: list[subprocess.Popen[str]] = []
-
-    def begin(self, *arguments: str) -> subprocess.Popen[str]:
-        """Type a command and leave it running."""
-        command = [sys.executable, "-m", "keepstep", *arguments]
-        process = subprocess.Popen(command, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True)
-        self.running.append(process)
-        return process
-
-    def rest(self, process: subprocess.Popen[str]) -> tuple[str, str]:
-        """Wait for a command's end; return what it printed since it was last read, on standard output and error."""
-        # `communicate` would pass over what `readline` has read ahead.
-        with ThreadPoolExecutor(2) as pool:
-            out, err = pool.map(lambda stream: stream.read(), (process.stdout, process.stderr))
-        process.wait(60)
-        return out, err
-
-    def type(self, *arguments: str, code: int = 0) -> str:
-        """Type a command; return what it prints on standard output, or on standard error when it fails."""
-        # In this process: the same program, without an interpreter's start for each of many commands.
-        ended = run(arguments)
-        out, err = self._capsys.readouterr()
-        assert ended == code, out + err
-        return err if code else out
-
-    def ask(self, *arguments: str, code: int = 0) -> dict:
-        """Type a command with --json; return its document."""
-        ended = run([*arguments, "--json"])
-        out, err = self._capsys.readouterr()
-        assert ended == code, out + err
-        return json.loads(out)
-
-    def worker(self) -> subprocess.Popen[str]:
-        """Start a worker, with its log in a file."""
-        with (self.folder / "worker.log").open("a") as log:
-            process = subprocess.Popen(
-                [sys.executable, "-m", "keepstep", "worker", str(AGENTS), "--concurrency", "2"],
-                stdout=log,
-                stderr=log,
-                text=True,
-            )
-        self.running.append(process)
-        return process
-
-    def approval(self, thread: str) -> dict:
-        """Wait for a thread's next question."""
-        deadline = time.monotonic() + 60
-        while True:
-            found = self.ask("approvals", "--thread", thread)["approvals"]
-            if found:
-                return found[0]
-            assert time.monotonic() < deadline, (self.folder / "worker.log").read_text()[-3000:]
-            time.sleep(0.02)
-
-    def status(self, thread: str, wanted: str) -> dict:
-        """Wait for a thread's status."""
-        deadline = time.monotonic() + 60
-        while True:
-            found = self.ask("show", thread)
-            if found["thread"]["status"] == wanted:
-                return found
-            assert time.monotonic() < deadline, found
-            time.sleep(0.02)
-
-    def close(self) -> None:
-        """End what still runs."""
-        for process in self.running:
-            if process.poll() is None:
-                process.terminate()
-        for process in self.running:
-            try:
-                process.communicate(timeout=20)
-            except subprocess.TimeoutExpired:
-                process.kill()
-                process.communicate()
 
 
 @pytest.fixture
@@ -165,7 +76,7 @@ def decide(terminal: Terminal, asked: dict) -> None:
     """Answer all that the thread asks."""
     text = terminal.type("approvals")
     assert f"keepstep approve {asked['id']}" in text
-    assert f"keepstep approve {asked['id']} --arguments JSON" in text
+    assert f'keepstep approve {asked["id"]} --arguments \'{{"amount": "12.50"}}\'' in text
     assert '{"amount": 12.50}' in text
     listed = terminal.type("threads")
     assert re.search(r"order-81 +refunds +waiting +2 .*waits for 1 decision", listed)

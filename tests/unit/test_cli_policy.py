@@ -17,13 +17,15 @@ POLICIES = """\
 permit(principal, action, resource == Tool::"send_payment")
 when { context.arguments.amount.lessThanOrEqual(decimal("100.0")) };
 
-@id("pay-large") @approve("finance,boss") @quorum("2") @expires("2d") @mask("iban,card") @limit("20/h")
+@id("pay-large") @approve("finance,boss") @quorum("2") @self_approval("false") @expires("2d") @mask("iban,card")
+@limit("20/h")
 permit(principal, action, resource == Tool::"send_payment");
 
 @id("abroad")
 forbid(principal, action, resource)
 when { context.arguments has country && context.arguments.country == "XX" };
 """
+ASKS = "pay-large asks for approval by finance, boss, 2 of them, not by who started the run"
 CASES = """\
 [[case]]
 name = "a small payment"
@@ -34,6 +36,7 @@ expect = "approve"
 policies = ["pay-large", "pay-small"]
 to = ["boss", "finance"]
 quorum = 2
+self_approval = false
 expires = "2d"
 mask = ["card", "iban"]
 limits = ["20/h"]
@@ -87,9 +90,9 @@ def test_check_lists_policies_and_what_they_oblige_to(folder, capsys):
             "pay-large",
             "permit",
             "payments.cedar:5",
-            "approval by finance, boss, 2 of them, within 2 d; mask iban, card; limit 20/h",
+            "approval by finance, boss, 2 of them, not who started the run, within 2 d; mask iban, card; limit 20/h",
         ],
-        ["abroad", "forbid", "payments.cedar:8"],
+        ["abroad", "forbid", "payments.cedar:9"],
     ]
     assert " ".join(lines[4]) == f"3 policies, version {version}"
 
@@ -105,6 +108,7 @@ def test_check_as_a_document(folder, capsys):
         "line": 5,
         "approve": ["finance", "boss"],
         "quorum": 2,
+        "self_approval": False,
         "expires_seconds": 172_800.0,
         "mask": ["iban", "card"],
         "limit": "20/h",
@@ -128,10 +132,11 @@ def test_a_call_is_tried(folder, capsys):
     lines = said(capsys, "test", *PAY, "--arguments", '{"amount": 120.00}').splitlines()
     assert [line.split(maxsplit=1) for line in lines] == [
         ["verdict", "approve"],
-        ["reason", "pay-large asks for approval by finance, boss, 2 of them"],
+        ["reason", ASKS],
         ["policies", "pay-large"],
         ["to", "finance, boss"],
         ["quorum", "2"],
+        ["not", "who started the run"],
         ["expires", "in 2 d"],
         ["mask", "iban, card"],
         ["limits", "20/h (pay-large)"],
@@ -143,11 +148,12 @@ def test_a_call_as_a_document(folder, capsys):
     found = document(capsys, "test", "policies", *PAY, "--arguments", '{"amount": 120.00}')
     assert found == {
         "verdict": "approve",
-        "reason": "pay-large asks for approval by finance, boss, 2 of them",
+        "reason": ASKS,
         "policies": ["pay-large"],
         "obligations": {
             "to": ["finance", "boss"],
             "quorum": 2,
+            "self_approval": False,
             "expires_seconds": 172_800.0,
             "mask": ["iban", "card"],
             "limits": [{"limit": "20/h", "policy": "pay-large"}],
@@ -188,7 +194,7 @@ def test_cases_that_are_decided_as_expected(folder, capsys):
     lines = said(capsys, "test").splitlines()
     assert [re.split(" {2,}", line.strip()) for line in lines[:-1]] == [
         ["CASE", "VERDICT", "FOUND"],
-        ["ok", "tests.toml: a small payment", "approve", "pay-large asks for approval by finance, boss, 2 of them"],
+        ["ok", "tests.toml: a small payment", "approve", ASKS],
         ["ok", "tests.toml: abroad", "deny", "forbidden by abroad"],
     ]
     assert lines[-1] == f"2 of 2 as expected, version {Policies.load(folder).version}"
@@ -197,9 +203,9 @@ def test_cases_that_are_decided_as_expected(folder, capsys):
 def test_a_case_that_is_decided_otherwise_fails_and_says_how(folder, capsys):
     (folder / "a.tests.toml").write_text(CASES.replace("100.00, country", "7, country"))
     (folder / "tests.toml").write_text(
-        CASES.replace('quorum = 2\nexpires = "2d"', 'quorum = 1\nexpires = "1h"').replace(
-            '["card", "iban"]\nlimits = ["20/h"]', "[]\nlimits = []"
-        )
+        CASES.replace(
+            'quorum = 2\nself_approval = false\nexpires = "2d"', 'quorum = 1\nself_approval = true\nexpires = "1h"'
+        ).replace('["card", "iban"]\nlimits = ["20/h"]', "[]\nlimits = []")
     )
     found = document(capsys, "test", code=1)
     assert (found["passed"], found["version"]) == (False, Policies.load(folder).version)
@@ -214,6 +220,7 @@ def test_a_case_that_is_decided_otherwise_fails_and_says_how(folder, capsys):
     )
     assert found["cases"][2]["differences"] == [
         "quorum: expected 1, is 2",
+        "self_approval: expected true, is false",
         "expires: expected 3600 s, is 172800 s",
         "mask: expected none, is card, iban",
         "limits: expected none, is 20/h",

@@ -17,7 +17,7 @@ from typer.main import get_command
 
 import keepstep
 from keepstep import broker, settings
-from keepstep.cli import reference
+from keepstep.cli import reference, values
 from keepstep.cli.program import app, run
 from keepstep.runtime import commands
 from keepstep.runtime.environment import Runtime
@@ -331,7 +331,10 @@ def test_ctrl_c_while_nobody_answers(tmp_path):
     ("arguments", "expected"),
     [
         (
-            ["start", "g", "t", "a=[1]", "b=1.50", "--request-id", "r", "--reject-if-running", "--step-limit", "9"],
+            [
+                *("start", "g", "t", "a=[1]", "b=1.50", "--request-id", "r", "--reject-if-running"),
+                *("--step-limit", "9", "--by", "anna"),
+            ],
             {
                 "verb": "start",
                 "graph": "g",
@@ -340,9 +343,20 @@ def test_ctrl_c_while_nobody_answers(tmp_path):
                 "request_id": "r",
                 "if_running": "reject",
                 "step_limit": 9,
+                "by": "anna",
             },
         ),
-        (["start", "g", "t"], {"verb": "start", "graph": "g", "thread": "t", "input": {}, "if_running": "queue"}),
+        (
+            ["start", "g", "t"],
+            {
+                "verb": "start",
+                "graph": "g",
+                "thread": "t",
+                "input": {},
+                "if_running": "queue",
+                "by": values.this_user(),
+            },
+        ),
         (
             ["approve", "i", "--arguments", '{"n": 9007199254740993}', "--by", "anna", "--comment", "ok"],
             {

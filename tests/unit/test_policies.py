@@ -177,6 +177,14 @@ def test_approval_with_everything(decide):
     )
 
 
+def test_four_eyes(decide):
+    """Two different people, of whom none has started the run; whichever policy asks for it."""
+    decision = decide(permits('@approve("finance") @quorum("2") @self_approval("false")', '@approve("finance")'))
+    assert decision.obligations == Obligations(to=("finance",), quorum=2, self_approval=False)
+    assert decision.reason == "p0, p1 asks for approval by finance, 2 of them, not by who started the run"
+    assert decide(permits('@approve("finance")')).obligations.self_approval is True
+
+
 @pytest.mark.parametrize("annotation", ['@approve("")', "@approve"])
 def test_approval_by_anybody(decide, annotation):
     decision = decide(permits(annotation))

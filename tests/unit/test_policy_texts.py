@@ -10,6 +10,8 @@ from keepstep.errors import InvalidInput, PolicyError, by_code
 from keepstep.runtime.policies import Policies
 from tests.unit.policy_samples import CALL, PERMIT, decided, permit_when, permits, write
 
+KNOWN = "@id, @approve, @quorum, @self_approval, @expires, @mask, @limit"
+
 
 @pytest.fixture
 def load(tmp_path):
@@ -57,11 +59,11 @@ def decide(tmp_path):
         ),
         (
             '@id("p") @aprove("x") permit(principal, action, resource);',
-            "a.cedar:1: policy 'p' has @aprove: known are @id, @approve, @quorum, @expires, @mask, @limit",
+            "a.cedar:1: policy 'p' has @aprove: known are " + KNOWN,
         ),
         (
             '\n@note("x") permit(principal, action, resource);',
-            "a.cedar:2: the policy has @note: known are @id, @approve, @quorum, @expires, @mask, @limit",
+            "a.cedar:2: the policy has @note: known are " + KNOWN,
         ),
         (
             '@id("p") @approve("x") forbid(principal, action, resource);',
@@ -70,6 +72,10 @@ def decide(tmp_path):
         (
             '@id("p") @quorum("2") permit(principal, action, resource);',
             "a.cedar:1: policy 'p' has @quorum without @approve, whose number of people it is",
+        ),
+        (
+            '@id("p") @self_approval("false") permit(principal, action, resource);',
+            "a.cedar:1: policy 'p' has @self_approval without @approve, whose rule it is",
         ),
         (
             '@id("p") @expires("2d") permit(principal, action, resource);',
@@ -109,6 +115,15 @@ def test_a_bad_text_is_refused_with_its_line(load, text, message):
 def test_a_bad_quorum_is_refused(load, quorum):
     with pytest.raises(PolicyError, match="has a bad @quorum: how many must approve, 1 to 100"):
         load(permits(f'@approve @quorum("{quorum}")'))
+
+
+@pytest.mark.parametrize(
+    "rule", ['@self_approval("true")', '@self_approval("no")', "@self_approval", '@self_approval("")']
+)
+def test_a_policy_can_only_forbid_self_approval(load, rule):
+    """What the deployment's setting forbids, no policy allows; and what is misspelt must not look like a rule."""
+    with pytest.raises(PolicyError, match=r'has a bad @self_approval: only @self_approval\("false"\) says something'):
+        load(permits(f"@approve {rule}"))
 
 
 @pytest.mark.parametrize("expires", ["0s", "2", "d", "2w", "-2d", "1.5h", "2 d", "", "9999999s"])

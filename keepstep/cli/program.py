@@ -26,6 +26,7 @@ from keepstep.cli import (
     limits,
     policy,
     relay,
+    schedules,
     schema,
     show,
     start,
@@ -53,6 +54,7 @@ _COMMANDS = {
     limits: ["limit"],
     doctor: ["doctor"],
     keys: ["new-key"],
+    schedules: [],
     policy: [],
     schema: [],
 }

@@ -239,6 +239,16 @@ OF_MODELS = (
 )
 """Where a pool child dies that asks a model, on the same machine as the one that goes on."""
 
+OF_SCHEDULES = (
+    Death(
+        "inside_tick", "", "nothing; another worker's sweep finds the tick due, a little later", of_main_process=True
+    ),
+    Death(
+        "after_tick", "", "nothing; the sweep finds the thread, and the schedule at its next tick", of_main_process=True
+    ),
+)
+"""Where a worker's main process dies that fires a schedule."""
+
 REGISTERED = Death("after_register", "", "nothing; the row lapses and is removed", of_main_process=True)
 """Where a worker dies before it takes any work."""
 
@@ -255,6 +265,7 @@ DEATHS = (
     *OF_TRANSACTIONS,
     *OF_UNDOS,
     *OF_MODELS,
+    *OF_SCHEDULES,
     REGISTERED,
     ADMITTED,
 )

@@ -41,7 +41,7 @@ _WAIT_SECONDS = 5.0
 class _Fired(NamedTuple):
     nudges: list[Nudge]
     goes_on: bool
-    """Whether another tick may be due already."""
+    """Whether another tick is due already."""
 
 
 _DUE = Statement(
@@ -165,7 +165,7 @@ def _fire_one(transaction: Transaction, found: ScheduleState) -> _Fired:
         return _Fired([], goes_on=False)
     if found.overlap == "skip" and _is_under_way(transaction, found.run_id):
         _skip(transaction, found, due, due.tick, "overlap", "the run of an earlier tick had not ended")
-        return _Fired([], goes_on=True)
+        return _Fired([], _is_due(due.then, found))
     version = carried_version(transaction, found.agent, found.graph_version)
     if version is None:
         message = not_carried(found.agent, found.graph_version)
@@ -174,7 +174,7 @@ def _fire_one(transaction: Transaction, found: ScheduleState) -> _Fired:
     run_id, nudges = _started_run(transaction, found, due.tick, version)
     _move_on(transaction, found, due, last_tick=due.tick, run_tick=due.tick, run_id=run_id)
     reach("inside_tick", found.name)
-    return _Fired(nudges, goes_on=True)
+    return _Fired(nudges, _is_due(due.then, found))
 
 
 def _started_run(transaction: Transaction, found: ScheduleState, tick: float, version: str) -> tuple[str, list[Nudge]]:
@@ -207,6 +207,10 @@ def _started_run(transaction: Transaction, found: ScheduleState, tick: float, ve
         nudge = threads.add_run(transaction, existing, version, new, priority=found.priority)
     _audit(transaction, found, thread_id, "start", {"run": new.id, "tick": ticks.text(tick)})
     return new.id, [] if nudge is None else [nudge]
+
+
+def _is_due(tick: float | None, found: ScheduleState) -> bool:
+    return tick is not None and tick <= found.now
 
 
 def _is_under_way(transaction: Transaction, run_id: str | None) -> bool:

@@ -137,15 +137,17 @@ def put(runtime: Runtime, transaction: Transaction, message: ScheduleMessage) ->
         "graph": message.graph,
     }
     values = {**said, "by": message.by, "next_at": ticks.after(message.cron, message.timezone, now)}
+    if found is not None and found.paused:
+        values["next_at"] = None
+    elif found is not None and (found.cron, found.timezone) == (message.cron, message.timezone):
+        # A tick that has come and has not fired yet is not lost to a change of something else.
+        values["next_at"] = found.next_at
+    if values["next_at"] is not None:
+        detail["next"] = ticks.text(values["next_at"])
     if found is None:
         names = {"tenant": message.tenant, "application": message.application, "name": message.name}
         schedules.make(transaction, {**values, **names, "id": new_id()})
         return Put(detail)
-    if found.paused:
-        values["next_at"] = None
-    elif (found.cron, found.timezone) == (message.cron, message.timezone):
-        # A tick that has come and has not fired yet is not lost to a change of something else.
-        values["next_at"] = found.next_at
     schedules.replace(transaction, {**values, "id": found.id})
     return Put(detail)
 

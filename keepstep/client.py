@@ -337,6 +337,63 @@ class Client:
             nullable={"result": result} if outcome == "happened" else {},
         )
 
+    def schedule(
+        self,
+        name: str,
+        graph: str,
+        cron: str,
+        input: Mapping[str, Any] | None = None,  # noqa: A002  the design's word
+        *,
+        timezone: str = "UTC",
+        thread: str | None = None,
+        version: str | None = None,
+        missed: Literal["skip", "last", "all"] = "last",
+        overlap: Literal["allow", "skip"] = "allow",
+        priority: Priority | None = None,
+        step_limit: int | None = None,
+        by: str | None = None,
+        id: str | None = None,  # noqa: A002  the message's word
+    ) -> Receipt:
+        """Make the schedule `name`: `graph` gets a run with `input` at each tick of `cron`. Or change it to this.
+
+        `cron` has five fields, as `30 2 * * mon-fri`, or is `@daily` and the like; it means the clocks of `timezone`.
+        Each tick has a thread of its own, called `{name}-{tick}`, or as `thread` says; without `{tick}` in `thread`
+        all are runs of that one. `missed`: which ticks that came while no worker ran start a run afterwards.
+        `overlap="skip"`: none starts while the run of an earlier one goes on. The same again changes nothing.
+        """
+        return self._send(
+            "schedule",
+            id=id,
+            name=name,
+            application=self._application,
+            graph=graph,
+            version=version,
+            thread=thread,
+            input=_object({} if input is None else input, "$.input"),
+            cron=cron,
+            timezone=timezone,
+            missed=_one_of("missed", missed, ("skip", "last", "all")),
+            overlap=_one_of("overlap", overlap, ("allow", "skip")),
+            priority=None if priority is None else _one_of("priority", priority, PRIORITIES),
+            step_limit=step_limit,
+            by=by,
+        )
+
+    def unschedule(self, name: str, *, reason: str | None = None, by: str | None = None) -> Receipt:
+        """Remove the schedule `name`. Runs that it has started go on."""
+        return self._send("unschedule", name=name, application=self._application, reason=reason, by=by)
+
+    def pause_schedule(self, name: str, *, reason: str | None = None, by: str | None = None) -> Receipt:
+        """Let no tick of the schedule `name` start a run until it is resumed."""
+        return self._schedule_control("pause", name, reason=reason, by=by)
+
+    def resume_schedule(self, name: str, *, reason: str | None = None, by: str | None = None) -> Receipt:
+        """Let the schedule `name` go on, from its next tick."""
+        return self._schedule_control("resume", name, reason=reason, by=by)
+
+    def _schedule_control(self, action: str, name: str, **fields: Any) -> Receipt:
+        return self._send("schedule_control", action=action, name=name, application=self._application, **fields)
+
     def _control(self, action: str, thread: str, **fields: Any) -> Receipt:
         return self._send("control", action=action, thread=thread, application=self._application, **fields)
 

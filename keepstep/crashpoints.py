@@ -51,6 +51,8 @@ POINTS: Final = {
     "inside_command": "a command is applied, the transaction is not committed",
     "after_command": "a command is committed, neither acknowledged nor answered nor nudged",
     "before_ack": "a command is committed and answered, not acknowledged",
+    "inside_tick": "a schedule's tick has its run and the next is written down, the transaction is not committed",
+    "after_tick": "the run of a schedule's tick is committed, its first step is not nudged",
     "after_sweep": "the time or a death made rows due, nothing is published",
     "after_admission": "rows that are due are marked as nudged, nothing is published",
     "after_place": "events have their places in the log, none is published",

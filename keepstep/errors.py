@@ -104,6 +104,12 @@ class InvalidSettings(InvalidInput):
     code = "invalid_settings"
 
 
+class InvalidSchedule(InvalidInput):
+    """A schedule's times cannot be used."""
+
+    code = "invalid_schedule"
+
+
 class PolicyError(InvalidInput):
     """A policy cannot be used; the message names its file and line."""
 

@@ -71,7 +71,7 @@ class Settings(BaseSettings):
     sweep_seconds: Seconds = 2.0
     """How often a worker looks for due threads that nobody runs (jittered)."""
     sweep_batch: Count = 200
-    """At most this many waits whose time has come are answered by one sweep."""
+    """At most this many waits whose time has come are answered by one sweep, and as many schedules fire."""
     queue_nudges_max: Count = 1000
     """At most this many nudges of one graph wait in the broker, however many of its threads are due."""
 

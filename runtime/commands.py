@@ -25,7 +25,7 @@ from keepstep.errors import (
 )
 from keepstep.ids import checked_name, new_id
 from keepstep.priority import NORMAL, PRIORITIES
-from keepstep.runtime import decisions, resolutions, stateedits
+from keepstep.runtime import decisions, resolutions, schedules, stateedits
 from keepstep.runtime.children import attended
 from keepstep.runtime.compiled import CompiledGraph
 from keepstep.runtime.decisions import DecideMessage
@@ -33,6 +33,7 @@ from keepstep.runtime.environment import Runtime
 from keepstep.runtime.meant import one_thread
 from keepstep.runtime.outcome import error_text
 from keepstep.runtime.principals import Principal
+from keepstep.runtime.schedules import Put, ScheduleControlMessage, ScheduleMessage, UnscheduleMessage
 from keepstep.store import signals, threads, waits
 from keepstep.store.engine import Transaction
 from keepstep.store.leases import Nudge
@@ -117,7 +118,8 @@ class ControlMessage(Protocol):
 class Accepted:
     """A command whose row is committed."""
 
-    thread_id: str
+    thread_id: str | None
+    """None of a command about a schedule."""
     run_id: str | None = None
     duplicate: bool = False
     """It had been accepted before; nothing was changed this time."""
@@ -139,6 +141,9 @@ def accept(runtime: Runtime, message: Any, principal: Principal | None = None) -
         "control": _control,
         "edit": _edit,
         "resolve": _resolve,
+        "schedule": _schedule,
+        "unschedule": _unschedule,
+        "schedule_control": _schedule_control,
     }
     handler = handlers[message.verb]
 
@@ -180,7 +185,9 @@ def _content_digest(message: Any) -> bytes:
     return hashlib.blake2b(json.dumps(content, sort_keys=True, default=repr).encode(), digest_size=16).digest()
 
 
-def _audit(transaction: Transaction, message: Any, thread_id: str, action: str, actor: str, detail: object) -> None:
+def _audit(
+    transaction: Transaction, message: Any, thread_id: str | None, action: str, actor: str, detail: object
+) -> None:
     threads.record_audit(
         transaction,
         tenant=message.tenant,
@@ -376,3 +383,24 @@ def _resolve(runtime: Runtime, transaction: Transaction, message: ResolveMessage
     detail = {"effect": message.effect, "outcome": message.outcome, "reason": message.reason}
     _audit(transaction, message, resolved.thread.id, "resolve", message.by, detail)
     return Accepted(resolved.thread.id, resolved.thread.run_id, nudges=resolved.nudges)
+
+
+# --- schedules ---
+
+
+def _schedule(runtime: Runtime, transaction: Transaction, message: ScheduleMessage) -> Accepted:
+    return _scheduled(transaction, message, "schedule", schedules.put(runtime, transaction, message))
+
+
+def _unschedule(_runtime: Runtime, transaction: Transaction, message: UnscheduleMessage) -> Accepted:
+    return _scheduled(transaction, message, "unschedule", schedules.remove(transaction, message))
+
+
+def _schedule_control(_runtime: Runtime, transaction: Transaction, message: ScheduleControlMessage) -> Accepted:
+    return _scheduled(transaction, message, message.action, schedules.control(transaction, message))
+
+
+def _scheduled(transaction: Transaction, message: Any, action: str, put: Put) -> Accepted:
+    # Also when nothing was changed: delivered again, after another command, it must not change that.
+    _audit(transaction, message, None, action, message.by or "producer", put.detail)
+    return Accepted(None, duplicate=put.unchanged)

@@ -104,12 +104,13 @@ class _Run:
 
     def to_end(self, given: object, signals: Signals, step_limit: int | None) -> Any:
         started = self._send("start", graph=self._compiled.name, thread=_THREAD, input=given, step_limit=step_limit)
+        thread_id = started.thread_id or _THREAD
         pairs = signals.items() if isinstance(signals, Mapping) else signals or ()
         for name, payload in pairs:
-            self._send("signal", graph=None, thread=started.thread_id, name=name, key=None, payload=payload)
+            self._send("signal", graph=None, thread=thread_id, name=name, key=None, payload=payload)
         while True:
             self._work()
-            thread = self._reader.get(started.thread_id)
+            thread = self._reader.get(thread_id)
             match thread.status:
                 case "done":
                     return self._state(thread)

@@ -17,8 +17,9 @@ from keepstep.runtime import delta
 from keepstep.runtime.codec import view
 from keepstep.runtime.history import verify
 from keepstep.runtime.planner import HIDDEN
+from keepstep.runtime.schedules import Schedule, schedule_of
 from keepstep.settings import Settings
-from keepstep.store import events, kin, views
+from keepstep.store import events, kin, schedules, views
 from keepstep.store.artifacts import Artifacts
 from keepstep.store.claims import CheckpointRow
 from keepstep.store.engine import Store
@@ -326,6 +327,12 @@ class Reader:
             message = f"several graphs have a thread {thread!r}: {choices}; name the graph"
             raise Ambiguous(message)
         return found[0]
+
+    # --- schedules ---
+
+    def schedules(self, name: str | None = None, *, limit: int = 1000) -> list[Schedule]:
+        """Return schedules by name; with a `name` those called so, of which each application may have one."""
+        return [schedule_of(row) for row in schedules.list_schedules(self._store, self.tenant, name=name, limit=limit)]
 
     # --- history ---
 

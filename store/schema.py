@@ -13,9 +13,10 @@ each entry gets a position once all before it are known; a **mark** says how far
 published. A **child** row stands between two threads, a parent and the child it spawned: it says what one still has to
 do to the other, so that no transaction ever locks both. A **limit** says how
 many steps of a graph or tenant may run at once, and a **slot** is one lease that counts against it. A **rate** row
-says how often a tenant has called a tool lately, and whether the tool has asked for a pause. An **artifact** is a value
-too large for the row that refers to it, known by the digest of its content. A **worker** row is one worker process and
-how long it is believed to be alive.
+says how often a tenant has called a tool lately, and whether the tool has asked for a pause. A **schedule** is what
+gives threads runs by the clock: each of its ticks, at most once. An **artifact** is a value too large
+for the row that refers to it, known by the digest of its content. A **worker** row is one worker process and how long
+it is believed to be alive.
 
 Times are seconds since 1970 (UTC) by the database's clock. Payload columns are opaque bytes. Text columns hold names
 checked at the door or text escaped for the database. Every row carries its tenant. Tables are prefixed, so that they
@@ -494,4 +495,44 @@ Index(
     rate.c.held_until,
     postgresql_where=rate.c.held_until > 0,
     sqlite_where=rate.c.held_until > 0,
+)
+
+schedule = Table(
+    "keepstep_schedule",
+    metadata,
+    Column("id", Text, primary_key=True),
+    _text("tenant"),
+    _text("application"),
+    _text("name"),
+    _text("agent"),  # the graph's name
+    Column("graph_version", Text),  # NULL: the one that a worker carries at the tick
+    _text("thread"),  # whose further run each tick is; with "{tick}" in it each tick has a thread of its own
+    Column("input", LargeBinary, nullable=False),
+    Column("digest", LargeBinary, nullable=False),  # of all that it says
+    _text("cron"),
+    _text("timezone"),
+    _text("missed"),  # skip | last | all
+    _text("overlap"),  # allow | skip
+    Column("priority", Integer),  # NULL: the thread keeps its own
+    Column("step_limit", Integer),
+    _time("lease_seconds"),
+    _count("paused"),
+    Column("created_by", Text),
+    Column("updated_by", Text),  # who last said what it is to do: its runs are started by them
+    _time("next_at", nullable=True),  # the first tick that has not been dealt with; NULL: paused, or none comes
+    _time("due_at", nullable=True),  # when a sweep looks: at that tick, or later while no worker carries the graph
+    _time("last_tick", nullable=True),  # the last tick that has been dealt with
+    _time("run_tick", nullable=True),  # the last tick that started a run, which is `run_id`
+    Column("run_id", Text),
+    _time("skipped_tick", nullable=True),  # the last tick that started none
+    Column("error", Text),  # JSON {"code", "message"} of why it waits, or why its last tick started no run
+    _time("created_at"),
+    _time("updated_at"),
+    UniqueConstraint("tenant", "application", "name", name="keepstep_schedule_name"),
+)
+Index(
+    "keepstep_schedule_due",
+    schedule.c.due_at,
+    postgresql_where=schedule.c.due_at.is_not(None),
+    sqlite_where=schedule.c.due_at.is_not(None),
 )

@@ -5,13 +5,13 @@ Every worker sweeps, jittered; there is no leader. Which of the rows that are du
 
 from __future__ import annotations
 
-from keepstep.store import errands, rates, waits, workers
+from keepstep.store import errands, firing, rates, waits, workers
 from keepstep.store.engine import Store
 from keepstep.store.leases import Nudge
 
 
 def sweep(store: Store, *, takeover: bool, limit: int, judge: str | None = None) -> list[Nudge]:
-    """Answer what the time has answered and give up dead workers; return the nudges of what that made due.
+    """Answer what the time has answered, fire schedules, give up dead workers; return the nudges of what that made due.
 
     `takeover` False leaves the leases of silent workers alone (see `Liveness`: a worker that was itself cut off must
     not judge others), and so does `judge`, the worker that sweeps, while its own time is over; at most `limit` waits
@@ -19,6 +19,7 @@ def sweep(store: Store, *, takeover: bool, limit: int, judge: str | None = None)
     """
     nudges = waits.fire_due(store, limit=limit)
     nudges += errands.finish_due(store, limit=limit)
+    nudges += firing.fire_due(store, limit=limit)
     if takeover:
         nudges += workers.take_over(store, judge=judge)
         nudges += workers.adopt_orphans(store)

@@ -663,10 +663,13 @@ _AUDIT = Statement(
 )
 
 
-def audited(transaction: Transaction, tenant: str, command_id: str) -> tuple[str, bytes] | None:
-    """Return the thread that a command was already applied to and the digest of what it said, None when it is new."""
+def audited(transaction: Transaction, tenant: str, command_id: str) -> tuple[str | None, bytes] | None:
+    """Return the thread that a command was already applied to, if it is about one, and the digest of what it said.
+
+    None when the command is new.
+    """
     row = transaction.row(_AUDITED, {"tenant": tenant, "command_id": command_id})
-    return None if row is None else (str(row[0]), bytes(row[1] or b""))
+    return None if row is None else (row[0], bytes(row[1] or b""))
 
 
 def record_audit(

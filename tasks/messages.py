@@ -229,6 +229,65 @@ class Resolve(Message):
         return self
 
 
+class ScheduleMessage(Message):
+    """Make a schedule, which gives a thread a run at each of its ticks; or change the one of that name to this."""
+
+    verb: Literal["schedule"] = Field(description="Always `schedule`.")
+    application: Name = Field("default", description="The application that the schedule and its threads belong to.")
+    name: Name = Field(description="The schedule's name, unique for tenant and application.")
+    graph: Name = Field(description="The graph's name.")
+    version: Name | None = Field(
+        None, description="The graph's version; when it is missing, the one that a worker carries at the tick."
+    )
+    thread: Name | None = Field(
+        None,
+        description="The name of the thread that each tick gives a run. With `{tick}` in it, which stands for the "
+        "tick's time in UTC, each tick has a thread of its own; the schedule's name and `-{tick}` when it is missing.",
+    )
+    input: dict[str, Any] = Field(description="The input of each run: checked against the graph's state schema.")
+    cron: Name = Field(
+        description="When: minute, hour, day of the month, month and day of the week, as cron has them; or `@hourly`, "
+        "`@daily`, `@weekly`, `@monthly`, `@yearly`."
+    )
+    timezone: Name = Field("UTC", description="Whose clocks it means: a name of IANA's, as `Europe/Berlin`.")
+    missed: Literal["skip", "last", "all"] = Field(
+        "last",
+        description="Which of the ticks that came while no worker ran start a run when one runs again; `all` of the "
+        "last 100.",
+    )
+    overlap: Literal["allow", "skip"] = Field(
+        "allow",
+        description="`skip`: a tick starts no run while the run of an earlier tick has not ended. `allow`: it does; of "
+        "one thread they run one after the other.",
+    )
+    priority: Priority | None = Field(None, description="The threads', as with `start`.")
+    step_limit: Annotated[int, Field(ge=1, le=1_000_000_000)] | None = Field(
+        None, description="Super-steps that each run may take; the graph's limit when it is missing."
+    )
+    by: Name | None = Field(None, description="Who wants it; its runs are started by them.")
+
+
+class Unschedule(Message):
+    """Remove a schedule. Runs that it has started go on."""
+
+    verb: Literal["unschedule"] = Field(description="Always `unschedule`.")
+    application: Name = Field("default", description="The application that the schedule belongs to.")
+    name: Name = Field(description="The schedule's name.")
+    reason: Text | None = Field(None, description="Why, for people.")
+    by: Name | None = Field(None, description="Who wants it.")
+
+
+class ScheduleControl(Message):
+    """Pause or resume a schedule. Ticks that come in a pause start no run, also not later."""
+
+    verb: Literal["schedule_control"] = Field(description="Always `schedule_control`.")
+    application: Name = Field("default", description="The application that the schedule belongs to.")
+    name: Name = Field(description="The schedule's name.")
+    action: Literal["pause", "resume"] = Field(description="What to do.")
+    reason: Text | None = Field(None, description="Why, for people.")
+    by: Name | None = Field(None, description="Who wants it.")
+
+
 class ErrorPart(BaseModel):
     """Why a command was refused."""
 
@@ -278,7 +337,7 @@ class EventMessage(BaseModel):
     )
 
 
-Command = Start | Decide | SignalMessage | Control | Edit | Resolve
+Command = Start | Decide | SignalMessage | Control | Edit | Resolve | ScheduleMessage | Unschedule | ScheduleControl
 MODELS: dict[str, type[Command]] = {
     "start": Start,
     "decide": Decide,
@@ -286,6 +345,9 @@ MODELS: dict[str, type[Command]] = {
     "control": Control,
     "edit": Edit,
     "resolve": Resolve,
+    "schedule": ScheduleMessage,
+    "unschedule": Unschedule,
+    "schedule_control": ScheduleControl,
 }
 """The model of each verb."""
 
@@ -585,6 +647,16 @@ _EXAMPLES: dict[str, dict[str, Any]] = {
         "result": {"receipt": "R-81"},
         "by": "anna@example.com",
     },
+    "schedule": {
+        "name": "nightly-report",
+        "graph": "report",
+        "input": {"region": "eu"},
+        "cron": "30 2 * * mon-fri",
+        "timezone": "Europe/Berlin",
+        "by": "anna@example.com",
+    },
+    "unschedule": {"name": "nightly-report", "by": "anna@example.com"},
+    "schedule_control": {"name": "nightly-report", "action": "pause", "reason": "Year's end"},
 }
 _EXAMPLE_ID = "01jdz8jzmt3n5e7p9a1s4d6f8g"
 

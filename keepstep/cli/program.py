@@ -28,6 +28,7 @@ from keepstep.cli import (
     policy,
     questions,
     relay,
+    schedules,
     schema,
     show,
     start,
@@ -57,6 +58,7 @@ _COMMANDS = {
     limits: ["limit"],
     doctor: ["doctor"],
     keys: ["new-key"],
+    schedules: [],
     policy: [],
     schema: [],
 }

@@ -24,12 +24,12 @@ from `KEEPSTEP_DATABASE`, `KEEPSTEP_BROKER`, `KEEPSTEP_TENANT` and the like in t
 `keepstep.toml` in the working folder. The defaults need no server: SQLite and a file broker in `.keepstep/`.
 
 **Commands that send** (`start`, `approve`, `reject`, `answer`, `signal`, `pause`, `resume`, `cancel`, `retry`,
-`state --set`) need the broker only. They return when a worker has accepted the message, which means that its row is
-committed; after `--confirm-timeout` seconds ({CONFIRM_SECONDS:g} unless given) they fail with `not_confirmed`, and the
-message stays in the queue. `--no-confirm` returns as soon as the broker has it. Where the database can be reached, too,
-they say more: `approve`, `reject` and `answer` take the beginning of an id, `start` says when its run has to wait for
-another, `retry` refuses what would stop at the same step limit, `state --set` shows the values that it replaces and
-replaces no others. **Commands that look** need the database only.
+`state --set`, `schedule add` and the like) need the broker only. They return when a worker has accepted the message,
+which means that its row is committed; after `--confirm-timeout` seconds ({CONFIRM_SECONDS:g} unless given) they fail
+with `not_confirmed`, and the message stays in the queue. `--no-confirm` returns as soon as the broker has it. Where the
+database can be reached, too, they say more: `approve`, `reject` and `answer` take the beginning of an id, `start` says
+when its run has to wait for another, `retry` refuses what would stop at the same step limit, `state --set` shows the
+values that it replaces and replaces no others. **Commands that look** need the database only.
 
 **Values of `start` and `state --set`** (`key=value`) are sent as they are written, and the graph's state makes numbers,
 dates and true or false of them: `amount=12.50` is the decimal 12.50, `zip=0081` a text where the state has a text. A

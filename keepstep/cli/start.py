@@ -82,7 +82,7 @@ def start(
     failed, blocked, cancelled, or not ended when the time was over. The run goes on, also when following it is stopped.
     """
     _check_together(session, wait=wait, timeout=timeout)
-    value = _input(pairs or [], given, input_file)
+    value = read_input(pairs or [], given, input_file)
     if wait:
         _ = session.refined(database=database).settings  # a setting that is wrong is found before anything was sent
     with session.client() as client:
@@ -113,7 +113,8 @@ def _check_together(session: Session, *, wait: bool, timeout: float | None) -> N
         raise InvalidInput(message)
 
 
-def _input(pairs: list[str], given: str | None, input_file: str | None) -> dict[str, Any]:
+def read_input(pairs: list[str], given: str | None, input_file: str | None) -> dict[str, Any]:
+    """Return a run's input, which is said in one of three ways."""
     if sum(map(bool, (pairs, given is not None, input_file is not None))) > 1:
         message = "give the input once: as KEY=VALUE, as --input or as --input-file"
         raise InvalidInput(message)

@@ -250,6 +250,15 @@ OF_PUBLISHERS = (
     ),
 )
 """Where a worker dies that publishes events."""
+OF_SCHEDULES = (
+    Death(
+        "inside_tick", "", "nothing; another worker's sweep finds the tick due, a little later", of_main_process=True
+    ),
+    Death(
+        "after_tick", "", "nothing; the sweep finds the thread, and the schedule at its next tick", of_main_process=True
+    ),
+)
+"""Where a worker's main process dies that fires a schedule."""
 
 REGISTERED = Death("after_register", "", "nothing; the row lapses and is removed", of_main_process=True)
 """Where a worker dies before it takes any work."""
@@ -268,6 +277,7 @@ DEATHS = (
     *OF_UNDOS,
     *OF_MODELS,
     *OF_PUBLISHERS,
+    *OF_SCHEDULES,
     REGISTERED,
     ADMITTED,
 )

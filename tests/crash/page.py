@@ -35,7 +35,7 @@ fails, and is undone; `tests/crash/test_transactions.py` to a node that writes a
 Keepstep's database, and one at the `bank`, in another database, so that there is one of each afterwards;
 `tests/crash/test_models.py` to a node that asks two models, an `oracle` and a `sibyl` who answers in chunks;
 `tests/crash/test_tools.py` to a `load` that calls the two-phase tool `cargo`, whose approval is given or, at
-`cargo.cancel`, refused.
+`cargo.cancel`, refused; `tests/crash/test_schedules.py` to a schedule with a tick that is due.
 
 | point | what has happened there | killed at | what it costs |
 |---|---|---|---|

@@ -50,6 +50,7 @@ _GATEWAY = "tests/steps/test_gateway.py::test_"
 _TWO_PHASE = "tests/steps/test_two_phase.py::test_"
 _APPROVED = "tests/steps/test_approved_calls.py::test_"
 _FOUR_EYES = "tests/steps/test_four_eyes.py::test_"
+_SCHEDULES = "tests/steps/test_schedules.py::test_"
 _IN_DOUBT = "tests/steps/test_calls_in_doubt.py::test_"
 
 MUTANTS = (
@@ -869,5 +870,31 @@ MUTANTS = (
         "runtime/gateway.py",
         (("            self_approval=ruling.self_approval,\n", ""),),
         (_FOUR_EYES + "who_started_the_run_neither_approves_nor_chooses_who_does[sqlite]",),
+    ),
+    Mutant(
+        "the tick",
+        "a schedule's row is not locked",
+        "store/firing.py",
+        (('    return found.with_for_update(skip_locked=dialect == "postgresql")\n', "    return found\n"),),
+        (_SCHEDULES + "a_sweep_leaves_a_tick_to_the_one_that_fires_it",),
+    ),
+    Mutant(
+        "the tick",
+        "a run's request is not the tick's",
+        "store/firing.py",
+        (('    request_id = f"schedule {found.id} {ticks.text(tick)}"\n', "    request_id = new_id()\n"),),
+        (_SCHEDULES + "a_tick_that_has_its_run_gets_no_other_whatever_its_row_says[sqlite]",),
+    ),
+    Mutant(
+        "the tick",
+        "a schedule does not move on",
+        "store/firing.py",
+        (
+            (
+                '            next_at=param("next_at"),\n            due_at=param("next_at"),\n            last',
+                "            last",
+            ),
+        ),
+        (_SCHEDULES + "a_tick_that_has_come_gives_a_thread_of_its_own_a_run[sqlite]",),
     ),
 )

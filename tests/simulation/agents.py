@@ -383,6 +383,23 @@ trip.route("hold", lambda state: "hold" if state["count"] < state["size"] else "
 trip.edge("confirm", END)
 
 
+# --- what the clock starts ----------------------------------------------------------------------------------------
+
+clocked = Graph("clocked", state=Work)
+
+
+@clocked.node
+def strike(state: Work, ctx: Context) -> dict[str, Any]:
+    _enter(ctx, state["tag"])
+    return _entry(state, "strike")
+
+
+clocked.edge(START, "strike")
+clocked.edge("strike", END)
+CLOCK = "clock"
+"""The name of the schedule, and the tag of its runs."""
+
+
 LIMITS = {"graph fan": 2, "graph aide": 1}
 """How much of a graph may run at once."""
 
@@ -390,6 +407,8 @@ GRAPHS = {graph.name: graph for graph in (chain, loop, fan, parallel, waiting, d
 """What people start."""
 SPECIALISTS = {graph.name: graph for graph in (aide, expert)}
 """What nodes start."""
+CLOCKED = {clocked.name: clocked}
+"""What a schedule starts."""
 
 
 # --- what they must write -----------------------------------------------------------------------------------------

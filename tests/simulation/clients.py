@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING, Any
 from keepstep.runtime.codec import view
 from keepstep.store.schema import UNDONE
 from tests.commands import defaults
-from tests.simulation.agents import CHILD, GRAPHS, Planned
+from tests.simulation.agents import CHILD, CLOCK, GRAPHS, Planned
 from tests.simulation.broker import Command
 
 if TYPE_CHECKING:
@@ -21,6 +21,9 @@ _DEFAULTS: dict[str, dict[str, Any]] = {
     "signal": defaults("signal"),
     "control": defaults("control", by="operator"),
     "edit": defaults("edit", by="operator"),
+    "schedule": defaults("schedule", name=CLOCK, graph="clocked", cron="* * * * *"),
+    "unschedule": defaults("unschedule", name=CLOCK),
+    "schedule_control": defaults("schedule_control", name=CLOCK),
 }
 _TROUBLES = {
     "chain": ("fail", "refuse", "poison", "slow"),
@@ -108,6 +111,16 @@ class Clients:
                 **{**fields, "request_id": None, "if_running": "reject"},
                 input={**given, "tag": "other", "nonsense": 1},
             )
+
+    def schedule(self) -> None:
+        """Ask for a run each minute, in a thread of its own, with one of the policies."""
+        missed, overlap = self._random.choice(("skip", "last", "all", "all")), self._random.choice(("allow", "skip"))
+        self._send("schedule", input={"tag": CLOCK, "size": 0, "count": 0}, missed=missed, overlap=overlap)
+
+    def unschedule(self) -> None:
+        """Take the schedule back, when there is one."""
+        if self._world.store.query("SELECT 1 FROM keepstep_schedule"):
+            self._send("unschedule")
 
     def is_started(self, run: Planned) -> bool:
         """Whether a run was accepted."""

@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 from collections import Counter
 from dataclasses import replace
+from datetime import datetime
 from itertools import pairwise
 from typing import TYPE_CHECKING, Any
 
@@ -14,6 +15,7 @@ from keepstep.runtime.history import restore, verify
 from keepstep.store import checkpoints
 from keepstep.store.claims import CheckpointRow
 from keepstep.store.schema import UNDONE
+from keepstep.store.ticks import CAUGHT_UP_MAX
 from tests.simulation import agents
 from tests.simulation.agents import SIGNAL, Planned
 
@@ -67,6 +69,7 @@ def unfinished(world: World) -> list[str]:
         at_rest = status in {"done", "cancelled"} or unfit or (unknown and control == "") or held_up
         if not at_rest:
             found.append(f"{name} is {status} {control} {error or ''}")
+    found += ["the schedule stands" for _ in world.store.query("SELECT 1 FROM keepstep_schedule")]
     return found
 
 
@@ -95,6 +98,7 @@ def check(world: World) -> None:
     _check_commands(world)
     _check_children(world)
     _check_events(world)
+    _check_schedule(world)
 
 
 # --- threads ------------------------------------------------------------------------------------------------------
@@ -188,6 +192,7 @@ def _check_log(world: World, thread_id: str, name: str, channels: dict[str, Any]
             world.require(fits and len(written) <= len(wanted), "a run wrote what it should not", f"{written} {wanted}")
             world.require(len(told) == len(set(told)), "an event was told twice", str(told))
     tags = {run.tag for run in world.clients.planned} | {view(row[8])["tag"] for row in world.store.query(_CHILDREN)}
+    tags.add(agents.CLOCK)
     foreign = [entry for entry in log if entry.split(":")[0] not in tags]
     world.require(not foreign, "an entry of no run", str(foreign))
 
@@ -395,3 +400,35 @@ def _check_events(world: World) -> None:
         kind, detail = told[-1]
         said = json.loads(detail or "{}").get("status", "open") if kind == "approval.closed" else "open"
         world.require(said == status, "an approval was told wrong", f"{approval_id} is {status}: {told}")
+
+
+# --- schedules ----------------------------------------------------------------------------------------------------
+
+
+def _check_schedule(world: World) -> None:
+    """Each tick that came has one run, on a thread of its own, or was skipped where the policy says so."""
+    rows = world.store.query("SELECT name, runs, status FROM keepstep_thread WHERE agent = 'clocked' ORDER BY name")
+    world.counts["ticks"] += len(rows)
+    world.require(all(runs == 1 for _, runs, _ in rows), "a tick has another number of runs than one", str(rows))
+    requests = world.store.query("SELECT request_id FROM keepstep_run WHERE request_id LIKE 'schedule %'")
+    world.require(len(requests) == len(rows), "a tick started two runs", str(requests))
+    made = world.store.query("SELECT detail FROM keepstep_audit WHERE action = 'schedule'")
+    skipped = world.store.query("SELECT detail FROM keepstep_audit WHERE action = 'skip'")
+    fired = [_minute(name.removeprefix(f"{agents.CLOCK}-")) for name, *_ in rows]
+    if not made:
+        world.require(not fired, "a schedule that nobody made has fired", str(rows))
+        return
+    detail = json.loads(made[0][0])
+    spans = [json.loads(each) for (each,) in skipped]
+    left_out = {minute for span in spans for minute in range(_minute(span["from"]), _minute(span["to"]) + 1)}
+    world.require(not left_out & set(fired), "a tick was fired and skipped", f"{spans} {rows}")
+    dealt_with = sorted([*left_out, *fired])
+    first = _minute(detail["next"])
+    wanted = list(range(first, first + len(dealt_with)))
+    world.require(dealt_with == wanted, "a tick was lost", f"{detail} {spans} {rows}")
+    if detail["missed"] == "all" and detail["overlap"] == "allow" and len(dealt_with) < CAUGHT_UP_MAX:
+        world.require(not spans, "a tick was skipped that was to be made up for", f"{detail} {spans}")
+
+
+def _minute(tick: str) -> int:
+    return int(datetime.fromisoformat(tick).timestamp()) // 60

@@ -60,6 +60,8 @@ def _events(world: World) -> None:
         world.start_worker()
     for _ in range(random.choice((2, 4))):
         world.clients.act()
+    if random.random() < 0.4:
+        world.clients.schedule()
     for _ in range(random.randrange(40, 120)):
         world.counts["events"] += 1
         world._machine_seconds += random.random() * 0.4
@@ -197,6 +199,7 @@ def _round(world: World, number: int) -> bool:
         world.start_worker()
     busy = _work(world)
     world.clients.resend()
+    world.clients.unschedule()
     if number % 3 == 2:
         world.clients.decide_everything()
         world.clients.signal_everything()

@@ -21,7 +21,7 @@ from keepstep.tasks.liveness import Liveness
 from keepstep.tasks.registration import Registration
 from keepstep.tasks.room import Room
 from keepstep.tasks.sweeper import Sweeper
-from tests.simulation.agents import GRAPHS, LIMITS, SPECIALISTS
+from tests.simulation.agents import CLOCKED, GRAPHS, LIMITS, SPECIALISTS
 from tests.simulation.fibers import Fiber
 from tests.simulation.seams import SimulatedWatchdog
 
@@ -44,7 +44,7 @@ Key = tuple[str, str]
 @functools.cache
 def carried() -> dict[Key, CompiledGraph]:
     """Return the graphs that a worker carries, unless it is of another release."""
-    compiled = [graph.compile() for graph in (*GRAPHS.values(), *SPECIALISTS.values())]
+    compiled = [graph.compile() for graph in (*GRAPHS.values(), *SPECIALISTS.values(), *CLOCKED.values())]
     return {(graph.name, graph.version): graph for graph in compiled}
 
 

@@ -32,6 +32,9 @@ _DEFAULTS: dict[str, dict[str, Any]] = {
     "resolve": defaults("resolve", by="anna"),
     "control": defaults("control"),
     "edit": defaults("edit", by="anna"),
+    "schedule": defaults("schedule", input={}, cron="@daily"),
+    "unschedule": defaults("unschedule"),
+    "schedule_control": defaults("schedule_control"),
 }
 
 

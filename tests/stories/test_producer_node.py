@@ -424,10 +424,19 @@ def test_the_client_in_python_sends_what_the_document_says(deployment, redis_url
         client.edit("t", {"amount": "10"}, by="anna", expect=3)
         client.resolve("x/0/1/n/pay:1", "happened", by="anna", result={"receipt": "R"})
         client.resolve("x/0/1/n/pay:1", "give_up", by="anna", reason="lost")
+        client.schedule("nightly", "refunds", "30 2 * * *", timezone="Europe/Berlin")
+        client.pause_schedule("nightly", by="anna")
+        client.unschedule("nightly")
         with closing(redis.Redis.from_url(redis_url)) as broker:
             found = [CONTRACT.command(text) for text in reversed(broker.lrange("keepstep.commands", 0, -1))]
     assert [each["verb"] for each in found] == (
-        ["start"] * 2 + ["decide"] * 7 + ["signal"] * 2 + ["control"] * 4 + ["edit"] + ["resolve"] * 2
+        ["start"] * 2
+        + ["decide"] * 7
+        + ["signal"] * 2
+        + ["control"] * 4
+        + ["edit"]
+        + ["resolve"] * 2
+        + ["schedule", "schedule_control", "unschedule"]
     )
 
 

@@ -12,7 +12,17 @@ from keepstep import errors, topics
 from keepstep.store import events
 from keepstep.tasks import asyncapi, messages
 from tests.contract import DOCUMENT, Contract
-from tests.unit.test_messages import CONTROL, DECIDE, EDIT, RESOLVE, SIGNAL, START
+from tests.unit.test_messages import (
+    CONTROL,
+    DECIDE,
+    EDIT,
+    RESOLVE,
+    SCHEDULE,
+    SCHEDULE_CONTROL,
+    SIGNAL,
+    START,
+    UNSCHEDULE,
+)
 
 CONTRACT = Contract()
 SCHEMAS = {verb: model.__name__ for verb, model in messages.MODELS.items()}
@@ -120,7 +130,14 @@ def test_every_example_is_as_its_schema_says():
 @pytest.mark.parametrize(
     "message",
     [
-        START, DECIDE, SIGNAL, CONTROL, RESOLVE, EDIT,
+        START, DECIDE, SIGNAL, CONTROL, RESOLVE, EDIT, SCHEDULE, UNSCHEDULE, SCHEDULE_CONTROL,
+        SCHEDULE | {"missed": "all", "overlap": "skip", "thread": "daily", "version": "2", "step_limit": 3},
+        SCHEDULE | {"missed": "some"},
+        SCHEDULE | {"overlap": None},
+        SCHEDULE | {"cron": ""},
+        SCHEDULE | {"cron": "* " * 101},
+        {name: value for name, value in SCHEDULE.items() if name != "cron"},
+        SCHEDULE_CONTROL | {"action": "cancel"},
         START | {"if_running": "reject", "priority": "low", "step_limit": 1, "request_id": None},
         START | {"if_running": "later"},
         START | {"input": []},

@@ -99,6 +99,33 @@ VERBS = {
         lambda c: c.resolve("x/0/1/n/pay:1", "happened", result=None, by="anna"),
         {"verb": "resolve", "effect": "x/0/1/n/pay:1", "outcome": "happened", "result": None, "by": "anna"},
     ),
+    "schedule": (
+        lambda c: c.schedule("nightly", "report", "30 2 * * *"),
+        {"verb": "schedule", "name": "nightly", "graph": "report", "application": "default", "cron": "30 2 * * *",
+         "input": {}, "timezone": "UTC", "missed": "last", "overlap": "allow"},
+    ),
+    "schedule, all": (
+        lambda c: c.schedule(
+            "nightly", "report", "@daily", {"n": 1}, timezone="Europe/Berlin", thread="reports", version="2",
+            missed="all", overlap="skip", priority="low", step_limit=9, by="anna", id="s1",
+        ),
+        {"verb": "schedule", "id": "s1", "name": "nightly", "graph": "report", "application": "default",
+         "cron": "@daily", "input": {"n": 1}, "timezone": "Europe/Berlin", "thread": "reports", "version": "2",
+         "missed": "all", "overlap": "skip", "priority": "low", "step_limit": 9, "by": "anna"},
+    ),
+    "unschedule": (
+        lambda c: c.unschedule("nightly", reason="done", by="anna"),
+        {"verb": "unschedule", "name": "nightly", "application": "default", "reason": "done", "by": "anna"},
+    ),
+    "pause a schedule": (
+        lambda c: c.pause_schedule("nightly", by="anna"),
+        {"verb": "schedule_control", "action": "pause", "name": "nightly", "application": "default", "by": "anna"},
+    ),
+    "resume a schedule": (
+        lambda c: c.resume_schedule("nightly", reason="January"),
+        {"verb": "schedule_control", "action": "resume", "name": "nightly", "application": "default",
+         "reason": "January"},
+    ),
     "edit what was looked at": (
         lambda c: c.edit("order-1", {"n": 1}, by="anna", graph="refunds", reason="typo", expect=0, id="e1"),
         {"verb": "edit", "id": "e1", "thread": "order-1", "application": "default", "graph": "refunds",

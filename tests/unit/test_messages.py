@@ -27,6 +27,14 @@ RESOLVE = {
     "by": "b",
 }
 EDIT = {"v": 1, "verb": "edit", "id": "c1", "tenant": "t", "thread": "th", "values": {"k": 1}, "by": "b"}
+SCHEDULE = {
+    "v": 1, "verb": "schedule", "id": "c1", "tenant": "t", "name": "n", "graph": "g", "input": {}, "cron": "@daily",
+}  # fmt: skip
+UNSCHEDULE = {"v": 1, "verb": "unschedule", "id": "c1", "tenant": "t", "name": "n"}
+SCHEDULE_CONTROL = {"v": 1, "verb": "schedule_control", "id": "c1", "tenant": "t", "name": "n", "action": "pause"}
+NEEDED = (
+    "$.verb: one of start, decide, signal, control, edit, resolve, schedule, unschedule, schedule_control is needed"
+)
 SECRET = "sk-canary-9d1"
 
 
@@ -48,6 +56,16 @@ def test_commands_are_read_with_their_defaults():
     resolve = parse(RESOLVE)
     assert isinstance(resolve, messages.Resolve)
     assert resolve.model_dump() == RESOLVE | {"result": None, "reason": None}
+    schedule = parse(SCHEDULE)
+    assert isinstance(schedule, messages.ScheduleMessage)
+    assert schedule.model_dump() == SCHEDULE | {
+        "application": "default", "version": None, "thread": None, "timezone": "UTC", "missed": "last",
+        "overlap": "allow", "priority": None, "step_limit": None, "by": None,
+    }  # fmt: skip
+    assert parse(UNSCHEDULE).model_dump() == UNSCHEDULE | {"application": "default", "reason": None, "by": None}
+    control = parse(SCHEDULE_CONTROL)
+    assert isinstance(control, messages.ScheduleControl)
+    assert control.model_dump() == SCHEDULE_CONTROL | {"application": "default", "reason": None, "by": None}
     edit = parse(EDIT)
     assert isinstance(edit, messages.Edit)
     assert edit.model_dump() == EDIT | {"application": "default", "graph": None, "reason": None, "expect": None}
@@ -84,8 +102,8 @@ def test_numbers_arrive_as_they_were_sent():
         (b"{}", "$.v: the version is needed, a whole number"),
         (b'{"v": true}', "$.v: the version is needed, a whole number"),
         (b'{"v": "1"}', "$.v: the version is needed, a whole number"),
-        (b'{"v": 1}', "$.verb: one of start, decide, signal, control, edit, resolve is needed"),
-        (b'{"v": 1, "verb": ["start"]}', "$.verb: one of start, decide, signal, control, edit, resolve is needed"),
+        (b'{"v": 1}', NEEDED),
+        (b'{"v": 1, "verb": ["start"]}', NEEDED),
     ],
 )  # fmt: skip
 def test_a_body_that_is_no_message_is_refused(body, problem):
@@ -146,6 +164,11 @@ def test_a_message_over_the_limit_is_refused_unread():
         (DECIDE | {"comment": SECRET * 1000}, "$.comment: String should have at most 10000 characters"),
         (CONTROL | {"action": SECRET}, "$.action: Input should be 'pause', 'resume', 'cancel' or 'retry'"),
         (CONTROL | {"step_limit": 7}, "$: A step limit belongs to the action retry"),
+        (SCHEDULE | {"missed": SECRET}, "$.missed: Input should be 'skip', 'last' or 'all'"),
+        (SCHEDULE | {"overlap": SECRET}, "$.overlap: Input should be 'allow' or 'skip'"),
+        (SCHEDULE | {"cron": f"{SECRET}\n"}, "$.cron: String should have printable characters only"),
+        (SCHEDULE | {"input": None}, "$.input: Input should be a valid dictionary"),
+        (SCHEDULE_CONTROL | {"action": SECRET}, "$.action: Input should be 'pause' or 'resume'"),
         (EDIT | {"values": {}}, "$.values: Dictionary should have at least 1 item after validation, not 0"),
         ({k: v for k, v in EDIT.items() if k != "by"}, "$.by: Field required"),
         (EDIT | {"by": None}, "$.by: Input should be a valid string"),
@@ -192,6 +215,7 @@ def test_the_documents_examples_are_accepted():
     commands = [value for value in values if "verb" in value]
     assert [type(parse(command)).__name__ for command in commands] == [
         "Start", "Decide", "SignalMessage", "Control", "Edit", "Resolve",
+        "ScheduleMessage", "Unschedule", "ScheduleControl",
     ]  # fmt: skip
     *answers, event = values[len(commands) :]
     for answer in answers:

@@ -281,6 +281,7 @@ class Context(_Facts):
         escalate_to: Sequence[str] | str | None = None,
         choices: Sequence[Any] | None = None,
         schema: Any = None,
+        remind: float | timedelta | None = None,
     ) -> Decision:
         """Ask people for approval; the thread holds no worker until they have decided.
 
@@ -289,7 +290,8 @@ class Context(_Facts):
         chooses one, `Decision.answer`. `schema`: a type or JSON schema that edited arguments must fit. `expires`:
         seconds or timedelta; then `on_expiry` is what happens: `"reject"`, `"approve"` (nobody objected), `"escalate"`
         (those in `escalate_to` are asked, for as long again, and then it is rejected), or `"fail"` raises
-        `TimeoutError`.
+        `TimeoutError`. `remind` (seconds or timedelta): as long as nobody has answered, an event `approval.reminder`
+        says so again and again, each time after so long.
         """
         asked = Question(
             "approve",
@@ -303,6 +305,7 @@ class Context(_Facts):
             schema,
             escalate_to or (),
             choices,
+            remind,
         )
         return self._attempt.waits.decide(asked)
 
@@ -318,6 +321,7 @@ class Context(_Facts):
         on_expiry: str = "reject",
         escalate_to: Sequence[str] | str | None = None,
         choices: Sequence[Any] | None = None,
+        remind: float | timedelta | None = None,
     ) -> Decision:
         """Ask people a question; `Decision.answer` is what they said.
 
@@ -334,6 +338,7 @@ class Context(_Facts):
             schema=schema,
             escalate_to=escalate_to or (),
             choices=choices,
+            remind=remind,
         )
         return self._attempt.waits.decide(asked)
 

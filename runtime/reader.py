@@ -122,6 +122,10 @@ class Approval:
     """Whether who started the run may approve, as far as the question itself says."""
     started_by: str | None
     """Who started the thread's present run."""
+    remind_seconds: float | None
+    """How often its people are reminded while it is open; None: never."""
+    reminders: int
+    """How often they were."""
 
 
 @dataclass(frozen=True)
@@ -423,6 +427,8 @@ class Reader:
                     json.loads(row.escalate_to) if row.escalate_to else [],
                     asked.get("self_approval", True),
                     row.started_by,
+                    row.remind_seconds,
+                    row.reminders,
                 )
             )
         return found
@@ -482,10 +488,12 @@ def _pattern(kind: str | None) -> str | None:
 def event_of(row: EventView, cursor: int) -> Event:
     """Return what a row of the log says, under a cursor of the log or of its thread."""
     payload = None if row.payload is None else view(row.payload)
-    if row.detail is not None:
-        payload = json.loads(row.detail)
+    detail = {} if row.detail is None else json.loads(row.detail)
+    if detail:
+        payload = detail
     if row.question is not None:
         payload = {
+            **detail,
             "kind": row.asks,
             **{name: value for name, value in view(row.question).items() if value is not None},
             "quorum": row.quorum,

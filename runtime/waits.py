@@ -78,6 +78,7 @@ class Question:
     schema: Any = None
     escalate_to: Sequence[str] | str = ()
     choices: Sequence[Any] | None = None
+    remind: float | timedelta | None = None
     self_approval: bool = True
     """Whether who started the run may approve; the deployment's setting may forbid it all the same."""
     bound: Any = None
@@ -182,6 +183,7 @@ class WaitBook:
                     question.quorum,
                     question.on_expiry,
                     json.dumps(_names(question.escalate_to)) if question.escalate_to else None,
+                    _seconds("remind", question.remind),
                 ),
                 seconds=_seconds("expires", question.expires),
             ),

@@ -23,13 +23,14 @@ from sqlalchemy.sql.base import Executable
 from keepstep.store.engine import Store, Transaction
 from keepstep.store.leases import Fence
 from keepstep.store.schema import approval, event, mark, thread
-from keepstep.store.statements import Row, Statement, db_now, param
+from keepstep.store.statements import Row, Statement, db_now, one_of, param
 
 EMITTED = "node.emitted"
 STARTED, THREAD_WAITING, THREAD_BLOCKED = "thread.started", "thread.waiting", "thread.blocked"
 THREAD_DONE, THREAD_FAILED, THREAD_CANCELLED = "thread.done", "thread.failed", "thread.cancelled"
 PAUSED, RESUMED, RETRIED = "thread.paused", "thread.resumed", "thread.retried"
-OPENED, REASSIGNED, CLOSED = "approval.opened", "approval.reassigned", "approval.closed"
+OPENED, REMINDED = "approval.opened", "approval.reminder"
+REASSIGNED, CLOSED = "approval.reassigned", "approval.closed"
 KINDS = {
     STARTED: "A run has begun.",
     THREAD_WAITING: "A node run waits: for people, a signal, a time or a child. It holds no worker.",
@@ -41,6 +42,7 @@ KINDS = {
     RESUMED: "Somebody has taken the pause away.",
     RETRIED: "A run that had failed, was blocked or cancelled goes on.",
     OPENED: "People are asked: a new question, or one that was withdrawn and is asked again.",
+    REMINDED: "Nobody has answered yet, and the node wanted people to be reminded.",
     REASSIGNED: "Others are asked: somebody has handed the question on, or nobody had answered in time.",
     CLOSED: "A question is open no more: decided, expired or withdrawn.",
     EMITTED: "A node has told the world something (`ctx.emit`).",
@@ -77,7 +79,7 @@ class EventView(NamedTuple):
     approval_id: str | None
     at: float
     question: bytes | None
-    """Of the approval that was opened, as are the following; `expires_at` as it is now."""
+    """Of the approval that was opened or is reminded of, as are the following; `expires_at` as it is now."""
     asks: str | None
     quorum: int | None
     on_expiry: str | None
@@ -298,7 +300,7 @@ _OPENED = {
 }
 _COLUMNS: dict[str, ColumnElement[Any]] = {
     **{column.name: column for column in event.c},
-    **{name: case((event.c.kind == OPENED, column), else_=None) for name, column in _OPENED.items()},
+    **{name: case((one_of(event.c.kind, (OPENED, REMINDED)), column), else_=None) for name, column in _OPENED.items()},
     "application": thread.c.application,
     "agent": thread.c.agent,
     "thread": thread.c.name,

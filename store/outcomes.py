@@ -56,6 +56,8 @@ class NewApproval:
     on_expiry: str
     escalate_to: str | None = None
     """People and roles (JSON)."""
+    remind_seconds: float | None = None
+    """How long between two reminders while it is open; None: there are none."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -271,6 +273,8 @@ _INSERT_APPROVAL = Statement(
         escalate_to=param("escalate_to"),
         expires_seconds=param("seconds"),
         expires_at=db_now() + param("seconds"),
+        remind_seconds=param("remind_seconds"),
+        remind_at=db_now() + param("remind_seconds"),
         created_at=db_now(),
     )
 )
@@ -400,6 +404,7 @@ def _ask(transaction: Transaction, place: dict[str, Any], new: NewWait, asked: N
         "quorum": asked.quorum,
         "on_expiry": asked.on_expiry,
         "escalate_to": asked.escalate_to,
+        "remind_seconds": asked.remind_seconds,
     }
     transaction.run(_INSERT_APPROVAL, {**place, **values, **payload})
     events.record(transaction, place["thread_id"], events.OPENED, run=place["run"], approval_id=asked.id)

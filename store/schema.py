@@ -40,6 +40,7 @@ from sqlalchemy import (
     Table,
     Text,
     UniqueConstraint,
+    and_,
 )
 
 metadata = MetaData()
@@ -361,10 +362,20 @@ approval = Table(
     _count("escalated"),
     _time("expires_seconds", nullable=True),  # how long it is open, once more when it escalates
     _time("expires_at", nullable=True),
+    _time("remind_seconds", nullable=True),  # how long between two reminders while it is open
+    _time("remind_at", nullable=True),  # of the next one
+    _count("reminders"),
     _time("created_at"),
     _time("closed_at", nullable=True),
 )
 Index("keepstep_approval_thread", approval.c.thread_id)
+_is_to_be_reminded = and_(approval.c.status == "open", approval.c.remind_at.is_not(None))
+Index(
+    "keepstep_approval_remind",
+    approval.c.remind_at,
+    postgresql_where=_is_to_be_reminded,
+    sqlite_where=_is_to_be_reminded,
+)
 Index(
     "keepstep_approval_open",
     approval.c.tenant,

@@ -116,6 +116,8 @@ class ApprovalView(NamedTuple):
     escalate_to: str | None
     started_by: str | None
     """Who started the thread's present run."""
+    remind_seconds: float | None
+    reminders: int
     expires_at: float | None
     created_at: float
     closed_at: float | None

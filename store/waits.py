@@ -433,6 +433,11 @@ def _escalated(transaction: Transaction, approval_id: str) -> bool:
     return True
 
 
+def lock_unless_busy(transaction: Transaction, thread_id: str) -> bool:
+    """Lock a thread, unless somebody else has it locked; say whether it is (PostgreSQL: without waiting)."""
+    return transaction.row(_LOCK_UNLESS_BUSY, {"thread_id": thread_id}) is not None
+
+
 def fire_due(store: Store, *, limit: int) -> list[Nudge]:
     """Answer every wait whose time has come; return the nudges of what they woke.
 
@@ -442,7 +447,7 @@ def fire_due(store: Store, *, limit: int) -> list[Nudge]:
     nudges = []
     for thread_id in dict.fromkeys(row[0] for row in store.rows(_DUE, {"limit": limit})):
         with store.transaction() as transaction:
-            if transaction.row(_LOCK_UNLESS_BUSY, {"thread_id": thread_id}) is None:
+            if not lock_unless_busy(transaction, thread_id):
                 continue
             for row in transaction.rows(_DUE_OF_THREAD, {"thread_id": thread_id}):
                 key, approval_id = WaitKey(*row[:-1]), row[-1]
@@ -501,7 +506,7 @@ _REOPEN_APPROVALS = Statement(
             approval.c.status == "withdrawn",
             exists().where(wait.c.approval_id == approval.c.id, wait.c.status == "open"),
         )
-        .values(status="open", closed_at=None)
+        .values(status="open", closed_at=None, remind_at=db_now() + approval.c.remind_seconds)
         .returning(approval.c.id, approval.c.run)
     )
 )

@@ -625,6 +625,7 @@ _PAYLOADS = {
     events.RETRIED: "none",
     events.OPENED: "`kind` (`approve` or `ask`), `question`, `arguments`, `context`, `to`, `schema`, `choices`, "
     "`quorum`, `on_expiry`, `expires_at` (seconds since 1970)",
+    events.REMINDED: "as of `approval.opened`, and `reminders`: how many there were",
     events.REASSIGNED: "`to`, and `by` when somebody did it",
     events.CLOSED: "`status`: `approved`, `rejected`, `answered`, `changes_requested`, `expired` or `withdrawn`; `by`",
     events.EMITTED: "what was emitted",

@@ -200,6 +200,8 @@ def approval(found: Approval, decisions: Iterable[dict[str, Any]] = ()) -> dict[
         "quorum": found.quorum,
         "self_approval": found.self_approval,
         "started_by": found.started_by,
+        "remind_seconds": found.remind_seconds,
+        "reminders": found.reminders,
         "decisions": list(decisions),
         "expires_at": found.expires_at,
         "created_at": found.created_at,

@@ -30,7 +30,7 @@ class CommitCutter(Proxy):
         self._number, self._end = number, "reply" if landed else "request"
         super().__init__(target)
 
-    def sprung(self, data):
+    def sprung(self, _link, data):
         """Return which end of the exchange is lost."""
         if b"COMMIT" in data and self._number > 0:
             self._number -= 1

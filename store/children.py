@@ -21,7 +21,7 @@ from sqlalchemy.sql.base import Executable
 from keepstep.store.engine import Store, Transaction
 from keepstep.store.leases import Nudge
 from keepstep.store.schema import CANCELLED, FAILED, QUEUED, RUNNING, checkpoint, child, run
-from keepstep.store.statements import Statement, db_now, one_of, param
+from keepstep.store.statements import Statement, db_now, now_once, one_of, param
 
 WANTED, STARTED, ENDED, DELIVERED = "wanted", "started", "ended", "delivered"
 
@@ -353,7 +353,7 @@ _BACKOFF_SECONDS = (2.0, 4.0, 8.0, 16.0, 32.0)
 
 def _due(dialect: str) -> Executable:
     backoff = case(*((child.c.tries == count, seconds) for count, seconds in enumerate(_BACKOFF_SECONDS)), else_=60.0)
-    picked = select(child.c.run_id).where(child.c.due_at <= db_now()).order_by(child.c.due_at).limit(param("limit"))
+    picked = select(child.c.run_id).where(child.c.due_at <= now_once()).order_by(child.c.due_at).limit(param("limit"))
     if dialect == "postgresql":
         picked = picked.with_for_update(skip_locked=True)
     found = picked.cte("found")

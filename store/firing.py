@@ -26,7 +26,7 @@ from keepstep.store.engine import Store, Transaction
 from keepstep.store.leases import Nudge
 from keepstep.store.schedules import ScheduleState
 from keepstep.store.schema import QUEUED, RUNNING, run, schedule, worker
-from keepstep.store.statements import Statement, contains, db_now, param
+from keepstep.store.statements import Statement, contains, db_now, now_once, param
 from keepstep.store.threads import NewRun
 from keepstep.store.ticks import Due
 from keepstep.store.workers import carried_text
@@ -46,11 +46,7 @@ class _Fired(NamedTuple):
 
 _DUE = Statement(
     lambda _dialect: (
-        select(schedule.c.id)
-        # Asked for once, since an index is not read by a time that moves.
-        .where(schedule.c.due_at <= select(db_now()).scalar_subquery())
-        .order_by(schedule.c.due_at)
-        .limit(param("limit"))
+        select(schedule.c.id).where(schedule.c.due_at <= now_once()).order_by(schedule.c.due_at).limit(param("limit"))
     )
 )
 

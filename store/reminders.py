@@ -7,12 +7,12 @@ from sqlalchemy import select, update
 from keepstep.store import events, waits
 from keepstep.store.engine import Store
 from keepstep.store.schema import approval
-from keepstep.store.statements import Statement, db_now, param
+from keepstep.store.statements import Statement, db_now, now_once, param
 
 _DUE = Statement(
     lambda _dialect: (
         select(approval.c.id, approval.c.thread_id)
-        .where(approval.c.status == "open", approval.c.remind_at.is_not(None), approval.c.remind_at <= db_now())
+        .where(approval.c.status == "open", approval.c.remind_at.is_not(None), approval.c.remind_at <= now_once())
         .order_by(approval.c.remind_at)
         .limit(param("limit"))
     )

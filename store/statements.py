@@ -9,7 +9,7 @@ from __future__ import annotations
 from collections.abc import Callable, Mapping, Sequence
 from typing import TYPE_CHECKING, Any, cast
 
-from sqlalchemy import ColumnElement, Dialect, Float, Integer, bindparam, or_
+from sqlalchemy import ColumnElement, Dialect, Float, Integer, bindparam, or_, select
 from sqlalchemy.ext.compiler import compiles
 from sqlalchemy.sql.functions import FunctionElement
 
@@ -35,6 +35,11 @@ def _postgresql_now(_element: object, _compiler: object, **_options: object) -> 
 @compiles(db_now, "sqlite")
 def _sqlite_now(_element: object, _compiler: object, **_options: object) -> str:
     return "keepstep_now()"
+
+
+def now_once() -> ColumnElement[float]:
+    """The database's clock as a statement first sees it: an index is read by it, and not by a time that moves."""
+    return select(db_now()).scalar_subquery()
 
 
 class contains(FunctionElement[int]):  # noqa: N801  a SQL function, named like one

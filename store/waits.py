@@ -18,7 +18,7 @@ from keepstep.store import events
 from keepstep.store.engine import Store, Transaction
 from keepstep.store.leases import NUDGE_SECONDS, Nudge, nudge_columns
 from keepstep.store.schema import READY, WAITING, approval, decision, node_run, run, thread, wait
-from keepstep.store.statements import Statement, db_now, param
+from keepstep.store.statements import Statement, db_now, now_once, param
 
 
 class WaitState(NamedTuple):
@@ -383,7 +383,7 @@ def of_child(transaction: Transaction, thread_id: str, run_id: str) -> list[Wait
 _DUE = Statement(
     lambda _dialect: (
         select(wait.c.thread_id)
-        .where(wait.c.status == "open", wait.c.due_at <= db_now())
+        .where(wait.c.status == "open", wait.c.due_at <= now_once())
         .order_by(wait.c.due_at)
         .limit(param("limit"))
     )

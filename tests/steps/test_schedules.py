@@ -75,11 +75,11 @@ def today(d):
 
 
 def runs(d):
-    """Return (thread, number, request) of every run, in order of their making."""
+    """Return (thread, number, request) of every run, in order of their making; one clock may have made several."""
     with d.store.engine.connect() as connection:
         rows = connection.exec_driver_sql(
             "SELECT t.name, r.number, r.request_id FROM keepstep_run r JOIN keepstep_thread t ON t.id = r.thread_id "
-            "ORDER BY r.created_at, r.id"
+            "ORDER BY r.created_at, t.name, r.number"
         )
         return [tuple(row) for row in rows]
 

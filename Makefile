@@ -17,8 +17,9 @@ BIN := $(VENV)/bin
 PIP := $(BIN)/python -m pip --disable-pip-version-check -qq
 LINKS := build/typing/keepstep
 PYTEST_ARGS ?=
-# A file's tests stay together; each process has servers of its own. PYTEST_ARGS="-n 0" runs all of them in one.
-SPREAD := --numprocesses auto --maxprocesses 4 --dist loadfile
+# A file's tests stay together, the longest files first (tests/order.py); each process has servers of its own.
+# PYTEST_ARGS="-n 0" runs all of them in one.
+SPREAD := --numprocesses auto --maxprocesses 4 --dist loadfile --no-loadscope-reorder
 BENCH_ARGS ?=
 CHAOS_ARGS ?=
 WASTED_ARGS ?=

@@ -16,7 +16,7 @@ from urllib.parse import quote, unquote
 import kombu
 from kombu.transport import TRANSPORT_ALIASES
 
-from keepstep import blockage
+from keepstep import blockage, brokertls
 from keepstep.errors import InvalidSettings
 from keepstep.priority import PRIORITIES
 
@@ -136,9 +136,11 @@ def _redis_acknowledgement(queue: str) -> dict[str, Any]:
 
 
 def _connect_arguments(url: str) -> dict[str, Any]:
-    """Return the transport and TLS arguments that Kombu would not find by itself in `url`."""
+    """Return the URL as Kombu is to be given it, and the transport and TLS arguments that it would not find in it."""
     scheme = url.partition("://")[0]
-    arguments: dict[str, Any] = {}
+    arguments: dict[str, Any] = {"hostname": url}
+    if scheme == "amqps":
+        arguments["hostname"], arguments["ssl"] = brokertls.separated(url)
     if scheme in {"redis", "rediss"}:
         arguments["transport"] = "keepstep-redis"
     if scheme == "rediss":
@@ -156,9 +158,7 @@ def connection(url: str, *, commands: bool, queue: str = "keepstep", timeout_sec
     if kind_of(url) == "amqp":
         options |= blockage.options()
     try:
-        return kombu.Connection(
-            url, transport_options=options, connect_timeout=timeout_seconds, **_connect_arguments(url)
-        )
+        return kombu.Connection(transport_options=options, connect_timeout=timeout_seconds, **_connect_arguments(url))
     except ValueError:
         # What could not be read may be a part of the password, and the parser's words quote it.
         message = (
@@ -171,7 +171,7 @@ def celery_settings(url: str, *, queue: str = "keepstep", timeout_seconds: float
     """Return the Celery settings that make an application's own connections those of nudges at `url`."""
     arguments = _connect_arguments(url)
     settings: dict[str, Any] = {
-        "broker_url": url,
+        "broker_url": arguments["hostname"],
         "broker_transport_options": transport_options(
             url, commands=False, queue=queue, timeout_seconds=timeout_seconds
         ),

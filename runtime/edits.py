@@ -9,7 +9,6 @@ from decimal import Decimal
 from typing import Any
 from uuid import UUID
 
-import jsonschema
 from pydantic import TypeAdapter, ValidationError
 
 from keepstep.errors import StateError
@@ -63,6 +62,8 @@ def untagged(original: Any, edited: Any) -> Any:
 
 def check_schema(schema: Any, value: Any, path: str) -> None:
     """Refuse what does not fit a question's JSON schema; raise `StateError` naming the path."""
+    import jsonschema  # noqa: PLC0415  a tenth of a worker's start, and few questions have a schema
+
     kind = jsonschema.Draft202012Validator
     problem = next(iter(kind(schema, format_checker=kind.FORMAT_CHECKER).iter_errors(value)), None)
     if problem is not None:

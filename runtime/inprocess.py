@@ -68,7 +68,7 @@ def run_in_process(
         clock = _Clock()
         store = Store.open("sqlite://", clock=clock)
         try:
-            migrate.upgrade(store)
+            migrate.set_up_in_memory(store)
             return _Run(graph, store, clock, decisions).to_end(given, signals, step_limit)
         finally:
             store.dispose()

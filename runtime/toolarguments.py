@@ -9,7 +9,6 @@ from collections.abc import Callable, Collection, Mapping
 from dataclasses import dataclass
 from typing import Any, NotRequired, Required, get_args, get_origin, get_type_hints
 
-import jsonschema
 import typing_extensions
 from pydantic import BaseModel, TypeAdapter, ValidationError
 
@@ -187,6 +186,8 @@ def _of_type(tool: str, schema: Any) -> tuple[TypeAdapter[Any], dict[str, Any]]:
 
 
 def _validator(tool: str, schema: Any) -> Any:
+    import jsonschema  # noqa: PLC0415  a tenth of a worker's start, and few tools bring a schema of their own
+
     kind = jsonschema.Draft202012Validator
     try:
         kind.check_schema(schema, format_checker=kind.FORMAT_CHECKER)

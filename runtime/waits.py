@@ -16,7 +16,6 @@ from dataclasses import dataclass
 from datetime import timedelta
 from typing import Any, NoReturn
 
-import jsonschema
 from pydantic import TypeAdapter, ValidationError
 
 from keepstep.errors import Diverged, InvalidInput, StateError
@@ -132,6 +131,8 @@ def json_schema(schema: Any) -> str | None:
     """Return the JSON schema that answers are checked against at the door; a type is turned into its own."""
     if schema is None:
         return None
+    import jsonschema  # noqa: PLC0415  a tenth of a worker's start, and few questions have a schema
+
     found = schema if isinstance(schema, Mapping) else TypeAdapter(schema).json_schema()
     try:
         plain = json.loads(json.dumps(found))

@@ -2,13 +2,11 @@
 
 from __future__ import annotations
 
+import contextlib
+import functools
 from importlib import resources
-from typing import Any, NamedTuple
+from typing import TYPE_CHECKING, Any, NamedTuple
 
-from alembic import command
-from alembic.config import Config
-from alembic.runtime.migration import MigrationContext
-from alembic.script import ScriptDirectory
 from sqlalchemy import Connection, create_engine, inspect, text
 from sqlalchemy.exc import OperationalError
 
@@ -16,6 +14,9 @@ from keepstep.errors import DatabaseUnavailable, SchemaMismatch
 from keepstep.store import checkpoints, claims
 from keepstep.store.engine import Store
 from keepstep.store.routines import install
+
+if TYPE_CHECKING:
+    from alembic.config import Config
 
 _VERSION_TABLE = "keepstep_schema_version"
 # Two processes that upgrade at once take turns: the second finds nothing left to do.
@@ -37,16 +38,25 @@ class SchemaState(NamedTuple):
 
 
 def _config(connection: Connection | None = None) -> Config:
+    from alembic.config import Config  # noqa: PLC0415  only upgrades need it; every worker and command looks at the schema
+
     config = Config()
-    config.set_main_option("script_location", str(resources.files("keepstep.store") / "migrations"))
+    config.set_main_option("script_location", str(_folder()))
     config.set_main_option("path_separator", "os")
     if connection is not None:
         config.attributes["connection"] = connection
     return config
 
 
-def _scripts() -> ScriptDirectory:
-    return ScriptDirectory.from_config(_config())
+def _folder() -> Any:
+    return resources.files("keepstep.store") / "migrations"
+
+
+@functools.cache
+def revisions() -> tuple[str, ...]:
+    """Return the revisions that this release knows, the oldest first: the name of each one's file begins with it."""
+    names = (file.name for file in (_folder() / "versions").iterdir())
+    return tuple(sorted(name.partition("_")[0] for name in names if name[:1].isdigit() and name.endswith(".py")))
 
 
 def upgrade(store: Store) -> SchemaState:
@@ -70,6 +80,8 @@ def upgrade(store: Store) -> SchemaState:
                 connection.rollback()
             if not state.is_current:
                 _refuse_newer(store, state)
+                from alembic import command  # noqa: PLC0415  as above
+
                 command.upgrade(_config(connection), "head")
                 connection.commit()
             if store.dialect == "postgresql":
@@ -97,21 +109,37 @@ def state(store: Store) -> SchemaState:
 
 
 def _read(connection: Connection) -> SchemaState:
-    needed = _scripts().get_current_head() or ""
+    needed = revisions()[-1]
     if not inspect(connection).has_table(_VERSION_TABLE):
         return SchemaState(None, needed)
-    context = MigrationContext.configure(connection, opts={"version_table": _VERSION_TABLE})
-    return SchemaState(context.get_current_revision(), needed)
+    return SchemaState(connection.execute(text(f"SELECT version_num FROM {_VERSION_TABLE}")).scalar(), needed)  # noqa: S608  our own name
 
 
 def _refuse_newer(store: Store, found: SchemaState) -> None:
-    known = {script.revision for script in _scripts().walk_revisions()}
-    if found.current is not None and found.current not in known:
+    if found.current is not None and found.current not in revisions():
         message = (
             f"database {store.shown} has schema {found.current}, which this release does not know: it was upgraded by "
             "a newer release; run that release here"
         )
         raise SchemaMismatch(message)
+
+
+def set_up_in_memory(store: Store) -> None:
+    """Give an empty in-memory database the schema: all migrations take longer than a run in process does."""
+    with contextlib.closing(store.engine.raw_connection()) as connection:
+        connection.driver_connection.deserialize(_in_memory())  # type: ignore[union-attr]  # it is open
+
+
+@functools.cache
+def _in_memory() -> bytes:
+    template = Store.open("sqlite://")
+    try:
+        upgrade(template)
+        with contextlib.closing(template.engine.raw_connection()) as connection:
+            data: bytes = connection.driver_connection.serialize()  # type: ignore[union-attr]  # as above
+            return data
+    finally:
+        template.dispose()
 
 
 def check(store: Store) -> None:

@@ -6,10 +6,12 @@ statement itself. Everything Keepstep runs goes through here, so the slow way is
 
 from __future__ import annotations
 
+import copy
 from collections.abc import Callable, Mapping, Sequence
 from typing import TYPE_CHECKING, Any, cast
 
-from sqlalchemy import ColumnElement, Dialect, Float, Integer, bindparam, or_, select
+from sqlalchemy import BindParameter, ColumnElement, Dialect, Float, Integer, bindparam, or_, select
+from sqlalchemy.dialects.sqlite.base import SQLiteCompiler
 from sqlalchemy.ext.compiler import compiles
 from sqlalchemy.sql.functions import FunctionElement
 
@@ -72,6 +74,28 @@ def one_of(column: ColumnElement[str], values: Sequence[str]) -> ColumnElement[b
     return or_(*(column == value for value in values))
 
 
+class _SpelledOut(SQLiteCompiler):
+    """Writes a statement's constants into its text.
+
+    SQLite plans a statement before it knows its parameters: an index of what is `ready` is no use to it for
+    `status = ?`, and it plans again at each execution, to see whether it is this time.
+    """
+
+    def visit_bindparam(self, bindparam: BindParameter[Any], *args: Any, **options: Any) -> str:
+        if not bindparam.required and isinstance(bindparam.value, (str, int, float)):
+            options["literal_binds"] = True
+        text: str = super().visit_bindparam(bindparam, *args, **options)  # type: ignore[no-untyped-call]  # as it is there
+        return text
+
+
+def _compiling(dialect: Dialect) -> Dialect:
+    if dialect.name != "sqlite":
+        return dialect
+    spelling = copy.copy(dialect)
+    spelling.statement_compiler = _SpelledOut
+    return spelling
+
+
 class Statement:
     """One Core statement, ready to run on either dialect.
 
@@ -87,7 +111,7 @@ class Statement:
         found = self._compiled.get(dialect.name)
         if found is None:
             statement = self._build(dialect.name)
-            compiled = cast("SQLCompiler", statement.compile(dialect=dialect))  # type: ignore[attr-defined]
+            compiled = cast("SQLCompiler", statement.compile(dialect=_compiling(dialect)))  # type: ignore[attr-defined]
             order = tuple(compiled.positiontup) if compiled.positiontup is not None else None
             constants = {name: compiled.params[name] for bind, name in compiled.bind_names.items() if not bind.required}
             found = (compiled.string, order, constants)

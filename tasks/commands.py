@@ -33,7 +33,7 @@ from keepstep.tasks.tokens import TrustedKeys
 log = structlog.get_logger("keepstep.worker")
 
 _PREFETCH = 10
-_LOOK_SECONDS = 1.0
+_LOOK_SECONDS = 0.25
 _BACKOFF_SECONDS_MAX = 5.0
 _ID_LENGTH_MAX = 200
 _PUT_BACK = "keepstep-put-back"
@@ -193,7 +193,8 @@ class Commands(Service):
         command_id = _id_of(message, body)
         log.warning("command_refused", command_id=command_id, code=error.code, reason=error.message[:1000])
         self._replies.send(message, command_id, messages.reply(command_id, error=error))
-        message.reject()
+        # Not rejected: it was dealt with, and RabbitMQ would put it with those that nobody could handle.
+        message.ack()
 
 
 def _sent_at(message: Any) -> dict[str, float]:

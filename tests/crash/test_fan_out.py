@@ -7,6 +7,7 @@ import threading
 import pytest
 
 from tests.crash import evidence
+from tests.crash.conftest import on_each_broker
 from tests.worker.deployment import eventually
 
 GUESTS = 1000
@@ -92,6 +93,7 @@ def test_a_small_fan_out(served, outside, seats):
     assert evidence.count(served, "node_run", thread) == (seats if seats > 1 else 0)
 
 
+@on_each_broker
 def test_a_worker_lost_with_its_part_of_a_fan_out_delays_only_that_part(served, outside):
     thread = "held-crowd"
     outside.hold("walk", thread)

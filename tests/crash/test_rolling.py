@@ -11,6 +11,7 @@ import pytest
 from keepstep.store.leases import Nudge, queue_of
 from keepstep.tasks.publish import Publisher
 from tests.crash import evidence
+from tests.crash.conftest import on_each_broker
 from tests.worker.deployment import eventually
 
 THREADS = [f"rolling-{number}" for number in range(30)]
@@ -38,6 +39,8 @@ def walking(deployment, outside, worker, number):
 
 @pytest.mark.kill
 @pytest.mark.slow
+@pytest.mark.timeout(300)  # nine workers start, one after the other
+@on_each_broker
 def test_three_workers_are_replaced_twice_under_thirty_threads(served, outside):
     workers = [served.worker(concurrency=2) for _ in range(3)]
     outside.hold("walk", *THREADS)

@@ -11,6 +11,7 @@ import pytest
 import sqlalchemy
 
 from tests.crash import evidence
+from tests.crash.conftest import on_each_broker
 from tests.worker.deployment import eventually
 
 pytestmark = pytest.mark.kill
@@ -65,6 +66,7 @@ def lost_lease(worker, thread):
     )
 
 
+@on_each_broker
 def test_a_worker_that_stood_still_past_its_window_writes_nothing(served, outside):
     thread = "stopped-worker"
     first = served.worker(concurrency=1)
@@ -153,7 +155,8 @@ def test_a_pool_child_that_stood_still_past_its_nodes_deadline_writes_nothing(
     assert len(outside.keys(thread, "goods")) == 1
 
 
-def test_the_process_that_sweeps_stands_still_and_takes_over_nobody_when_it_wakes(served, outside, redis_server):
+@on_each_broker
+def test_the_process_that_sweeps_stands_still_and_takes_over_nobody_when_it_wakes(served, outside, broker_server):
     sweeping, other = served.worker(concurrency=1), served.worker(concurrency=1)
     ids = {worker.pid: worker_id(served, worker) for worker in (sweeping, other)}
     with standing_still(*family(sweeping)):
@@ -164,7 +167,7 @@ def test_the_process_that_sweeps_stands_still_and_takes_over_nobody_when_it_wake
         served.start("errand", "held-by-other")
         outside.called("walk", "held-by-other")
         served.start("errand", "found")
-        redis_server.flush()
+        broker_server.flush()
         lease = served.query(
             "SELECT lease_nonce, lease_worker, deaths FROM keepstep_thread WHERE name = 'held-by-other'"
         )
@@ -192,6 +195,7 @@ def test_the_process_that_sweeps_stands_still_and_takes_over_nobody_when_it_wake
         assert outside.calls(thread) == {"enter-go": 1, "shop": 1, "walk": 1, "goods": 1, "enter-home": 1}
 
 
+@on_each_broker
 def test_a_payment_that_was_under_way_is_not_made_again_and_its_late_result_counts(served, outside):
     thread = "stopped-payment"
     first = served.worker(concurrency=1)

@@ -34,12 +34,6 @@ def rows(link: psycopg2.extensions.connection, statement: str) -> list[tuple]:
         return cursor.fetchall() if cursor.description else []
 
 
-def test_postgresql_writes_through_to_disk(empty_postgresql_url):
-    with closing(connect(empty_postgresql_url)) as link:
-        assert rows(link, "SHOW fsync") == [("on",)]
-        assert rows(link, "SHOW synchronous_commit") == [("on",)]
-
-
 def test_each_test_has_a_database_of_its_own(postgresql_server: PostgreSQLServer):
     template = postgresql_server.create_database()
     with closing(connect(postgresql_server.url(template))) as link:
@@ -60,9 +54,16 @@ def test_connections_can_be_ended_by_the_server(postgresql_server: PostgreSQLSer
             rows(link, "SELECT 1")
 
 
-def test_postgresql_keeps_what_was_committed_through_a_crash(spare_postgresql: PostgreSQLServer):
+def test_the_shared_postgresql_answers_at_commit_without_waiting_for_the_disk(empty_postgresql_url):
+    with closing(connect(empty_postgresql_url)) as link:
+        assert rows(link, "SHOW fsync") == rows(link, "SHOW full_page_writes") == [("off",)]
+        assert rows(link, "SHOW synchronous_commit") == [("on",)]
+
+
+def test_a_spare_postgresql_keeps_what_was_committed_through_a_crash(spare_postgresql: PostgreSQLServer):
     url = spare_postgresql.url(spare_postgresql.create_database())
     with closing(connect(url)) as link:
+        assert rows(link, "SHOW fsync") == rows(link, "SHOW synchronous_commit") == [("on",)]
         rows(link, "CREATE TABLE made AS SELECT 7 AS value")
         spare_postgresql.crash()
         with pytest.raises(psycopg2.DatabaseError):

@@ -30,9 +30,9 @@ class CommitCutter(Proxy):
         self._number, self._end = number, "reply" if landed else "request"
         super().__init__(target)
 
-    def sprung(self, _link, data):
+    def sprung(self, _link, data, *, of_server=False):
         """Return which end of the exchange is lost."""
-        if b"COMMIT" in data and self._number > 0:
+        if not of_server and b"COMMIT" in data and self._number > 0:
             self._number -= 1
             if self._number == 0:
                 self.lost.set()

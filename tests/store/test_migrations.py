@@ -8,6 +8,7 @@ import multiprocessing
 from alembic import command
 from alembic.autogenerate import compare_metadata
 from alembic.runtime.migration import MigrationContext
+from alembic.script import ScriptDirectory
 
 from keepstep.store import migrate, workers
 from keepstep.store.engine import Store
@@ -18,6 +19,25 @@ def test_the_migrations_make_the_tables_of_the_schema(store):
     with store.engine.connect() as connection:
         context = MigrationContext.configure(connection, opts={"version_table": migrate._VERSION_TABLE})
         assert compare_metadata(context, metadata) == []
+
+
+def test_the_files_names_are_the_chain_of_revisions():
+    chain = [script.revision for script in ScriptDirectory.from_config(migrate._config()).walk_revisions()]
+    assert list(migrate.revisions()) == chain[::-1]
+
+
+def test_databases_in_memory_are_each_a_new_one_with_the_schema():
+    first, second = (Store.open("sqlite://", clock=lambda now=now: now) for now in (1.0, 2.0))
+    for store, now in ((first, 1.0), (second, 2.0)):
+        migrate.set_up_in_memory(store)
+        assert migrate.state(store).is_current
+        assert workers.live(store) == []
+        workers.register(store, host="box", pid=7, concurrency=1, graphs=[], release="1", window_seconds=5.0)
+        with store.engine.connect() as connection:
+            assert connection.exec_driver_sql("SELECT alive_until FROM keepstep_worker").all() == [(now + 5.0,)]
+            assert connection.exec_driver_sql("PRAGMA integrity_check").all() == [("ok",)]
+    first.dispose()
+    second.dispose()
 
 
 def test_a_database_of_the_release_before_is_brought_up_to_date(empty_postgresql_url, tmp_path):

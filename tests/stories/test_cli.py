@@ -1,4 +1,4 @@
-"""A deployment run from the command line alone, as its operator does: on a laptop, and on PostgreSQL and Redis."""
+"""An agent's operator at the command line alone: on a laptop, and on PostgreSQL with Redis or RabbitMQ."""
 
 from __future__ import annotations
 
@@ -25,19 +25,14 @@ def laptop(tmp_path, capsys) -> Iterator[Terminal]:
         yield terminal
 
 
-@pytest.fixture
-def servers(tmp_path, capsys, monkeypatch, empty_postgresql_url, redis_url) -> Iterator[Terminal]:
-    """PostgreSQL and Redis, an empty database."""
-    monkeypatch.setenv("KEEPSTEP_DATABASE", empty_postgresql_url)
-    monkeypatch.setenv("KEEPSTEP_BROKER", redis_url)
-    with contextlib.closing(Terminal(tmp_path, capsys)) as terminal:
-        yield terminal
-
-
-@pytest.fixture(params=["laptop", "servers"])
-def terminal(request) -> Terminal:
-    """Each of the two."""
-    return request.getfixturevalue(request.param)
+@pytest.fixture(params=["laptop", "redis", "rabbitmq"])
+def terminal(request, monkeypatch) -> Terminal:
+    """A laptop; and PostgreSQL with an empty database, and each broker that is a server."""
+    if request.param != "laptop":
+        request.getfixturevalue("durable_postgresql")
+        monkeypatch.setenv("KEEPSTEP_DATABASE", request.getfixturevalue("empty_postgresql_url"))
+        monkeypatch.setenv("KEEPSTEP_BROKER", request.getfixturevalue(f"{request.param}_url"))
+    return request.getfixturevalue("laptop")
 
 
 def test_an_operator_runs_an_agent_from_beginning_to_end(terminal):
@@ -130,8 +125,9 @@ def look(terminal: Terminal) -> None:
 
     examined = terminal.ask("doctor")
     assert examined["healthy"] is True
-    # Nobody signs here; where others reach the broker that is worth a word.
-    assert {each["what"] for each in examined["checks"] if each["level"] != "ok"} <= {"signatures"}
+    # Nobody signs here; where others reach the broker that is worth a word. So is a slow broker, on a busy machine.
+    found = [each for each in examined["checks"] if each["level"] != "ok" and ": slow: " not in each["text"]]
+    assert [each for each in found if each["what"] != "signatures"] == []
 
 
 def test_a_run_that_reaches_its_step_limit_goes_on_with_a_higher_one(laptop):

@@ -102,7 +102,7 @@ def test_a_schema_of_a_newer_release_is_a_problem(capsys, sqlite_url):
     assert way_out == "run the release that made it"
 
 
-def test_durable_settings_are_named(capsys, postgresql_url):
+def test_durable_settings_are_named(capsys, durable_postgresql, postgresql_url):
     checks = examined(capsys, "--database", postgresql_url, code=0)
     [(text, _)] = found(checks, "durability", "ok")
     assert text.startswith("fsync on, synchronous_commit on")
@@ -110,7 +110,7 @@ def test_durable_settings_are_named(capsys, postgresql_url):
     assert text.startswith("the database and this machine differ by 0.")
 
 
-def test_a_database_that_may_lose_commits_is_a_problem(capsys, postgresql_url):
+def test_a_database_that_may_lose_commits_is_a_problem(capsys, durable_postgresql, postgresql_url):
     name = postgresql_url.partition("?")[0].rpartition("/")[2]
     with closing(psycopg2.connect(postgresql_url.replace("+psycopg2", ""))) as link:
         link.autocommit = True

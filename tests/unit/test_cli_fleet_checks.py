@@ -23,6 +23,8 @@ from tests.steps.driver import Deployment
 from tests.unit.test_cli_checks import examined, found
 from tests.unit.test_cli_program import fill
 
+pytestmark = pytest.mark.usefixtures("durable_postgresql")
+
 
 class State(TypedDict, total=False):
     n: int

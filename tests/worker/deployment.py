@@ -14,10 +14,12 @@ from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
 from typing import Any
 
+import kombu
 import psutil
 import sqlalchemy
 
 import keepstep
+from keepstep import broker
 from keepstep.settings import load
 
 AGENTS = Path(__file__).with_name("agents.py")
@@ -105,13 +107,13 @@ class Deployment:
     """Workers over one broker and one database."""
 
     def __init__(
-        self, folder: Path, database: str, broker: str, looked_at: str | None = None, **overrides: Any
+        self, folder: Path, database: str, broker_url: str, looked_at: str | None = None, **overrides: Any
     ) -> None:
         """`looked_at`: where the test finds the database when the workers reach it through a proxy."""
         self.folder = folder
         settings = {
             "database": database,
-            "broker": broker,
+            "broker": broker_url,
             "graphs": str(AGENTS),
             "renew_seconds": 0.3,
             "liveness_window_seconds": 2.0,
@@ -205,6 +207,21 @@ class Deployment:
         """Wait until a thread's held node has recorded its effect and waits to be let go."""
         return self.noted("holding", thread, times)
 
+    @contextlib.contextmanager
+    def looking_at(self, queue: kombu.Queue) -> Iterator[Callable[[], int]]:
+        """Give how to ask how many messages lie in a queue of the broker; 0 when there is no such queue."""
+        settings = self.settings
+        with broker.connection(settings.broker, commands=False, queue=settings.queue) as connection:
+
+            def count() -> int:
+                try:
+                    with connection.channel() as channel:
+                        return int(queue(channel).queue_declare(passive=True).message_count)
+                except connection.channel_errors:
+                    return 0
+
+            yield count
+
     def query(self, statement: str, **params: Any) -> list[tuple[Any, ...]]:
         """Run a statement on the database."""
         with self._engine.connect() as connection:
@@ -221,9 +238,12 @@ class Deployment:
 
     def ended(self, *threads: str, status: str = "done", seconds: float = 60.0) -> None:
         """Wait until threads have a status."""
+        wanted = sqlalchemy.text("SELECT name, status FROM keepstep_thread WHERE name IN :names")
+        wanted = wanted.bindparams(sqlalchemy.bindparam("names", threads, expanding=True))
 
         def look() -> bool:
-            found = self.statuses()
+            with self._engine.connect() as connection:
+                found = dict(connection.execute(wanted).all())
             return all(found.get(thread) == status for thread in threads)
 
         try:
@@ -237,10 +257,10 @@ class Deployment:
 
 @contextlib.contextmanager
 def deployed(
-    folder: Path, database: str, broker: str, looked_at: str | None = None, **overrides: Any
+    folder: Path, database: str, broker_url: str, looked_at: str | None = None, **overrides: Any
 ) -> Iterator[Deployment]:
     """Give a deployment that ends with the block."""
-    deployment = Deployment(folder, database, broker, looked_at, **overrides)
+    deployment = Deployment(folder, database, broker_url, looked_at, **overrides)
     try:
         yield deployment
     finally:

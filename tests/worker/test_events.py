@@ -34,8 +34,7 @@ def log_of(deployment):
         return [(each.thread, each.kind) for each in reader.events()]
 
 
-def test_a_question_is_heard_and_answered_by_a_service_that_knows_the_broker_alone(on_each_broker):
-    deployment = on_each_broker
+def test_a_question_is_heard_and_answered_by_a_service_that_knows_the_broker_alone(deployment):
     deployment.worker()
     client = deployment.client
     with client.events("questions", kind="approval.opened", timeout=30) as questions:
@@ -49,8 +48,7 @@ def test_a_question_is_heard_and_answered_by_a_service_that_knows_the_broker_alo
         assert list(questions) == []  # the one that was handled is acknowledged
 
 
-def test_each_subscriber_gets_what_it_asked_for_and_misses_nothing_while_it_is_away(on_each_broker):
-    deployment = on_each_broker
+def test_each_subscriber_gets_what_it_asked_for_and_misses_nothing_while_it_is_away(deployment):
     deployment.worker()
     client, names = deployment.client, [f"t{number}" for number in range(5)]
     everything = client.events("everything", timeout=30)
@@ -76,8 +74,7 @@ def test_each_subscriber_gets_what_it_asked_for_and_misses_nothing_while_it_is_a
         each.close()
 
 
-def test_an_event_whose_handling_failed_comes_again_to_its_subscriber_alone(on_each_broker):
-    deployment = on_each_broker
+def test_an_event_whose_handling_failed_comes_again_to_its_subscriber_alone(deployment):
     deployment.worker()
     client = deployment.client
     other = client.events("other", kind="thread.done", timeout=30)
@@ -93,8 +90,7 @@ def test_an_event_whose_handling_failed_comes_again_to_its_subscriber_alone(on_e
         assert list(other) == []
 
 
-def test_a_subscription_that_is_removed_gathers_nothing(on_each_broker):
-    deployment = on_each_broker
+def test_a_subscription_that_is_removed_gathers_nothing(deployment):
     deployment.worker()
     client = deployment.client
     client.events("gone", timeout=1).remove()
@@ -137,8 +133,7 @@ def test_many_workers_publish_each_event_once(served):
         assert list(every) == []
 
 
-def test_two_who_share_a_queue_share_the_events(on_each_broker):
-    deployment = on_each_broker
+def test_two_who_share_a_queue_share_the_events(deployment):
     deployment.worker()
     names = [f"t{number}" for number in range(30)]
     found, lock = [], threading.Lock()

@@ -16,8 +16,7 @@ from tests.worker.deployment import AGENTS, deployed, eventually
 CHAIN = ("a", "b", "c")
 
 
-def test_threads_finish_with_every_node_started_once(on_each_broker):
-    deployment = on_each_broker
+def test_threads_finish_with_every_node_started_once(deployment):
     deployment.worker(concurrency=2)
     threads = [f"t{number}" for number in range(10)]
 
@@ -30,27 +29,26 @@ def test_threads_finish_with_every_node_started_once(on_each_broker):
 
 
 @pytest.mark.parametrize("pool", ["threads", "solo"])
-def test_other_pools_run_graphs_in_the_main_process(embedded, pool):
-    worker = embedded.worker(concurrency=2, pool=pool)
+def test_other_pools_run_graphs_in_the_main_process(deployment, pool):
+    worker = deployment.worker(concurrency=2, pool=pool)
 
-    embedded.start("chain", "t1", "t2")
-    embedded.ended("t1", "t2")
+    deployment.start("chain", "t1", "t2")
+    deployment.ended("t1", "t2")
 
-    assert {words[-2] for words in embedded.notes("starts")} == {str(worker.pid)}
+    assert {words[-2] for words in deployment.notes("starts")} == {str(worker.pid)}
 
 
-def test_children_that_are_started_afresh_instead_of_forked(embedded):
-    worker = embedded.launch("--pool-start-method", "spawn", concurrency=2).ready()
+def test_children_that_are_started_afresh_instead_of_forked(deployment):
+    worker = deployment.launch("--pool-start-method", "spawn", concurrency=2).ready()
 
-    embedded.start("chain", "t1", "t2")
-    embedded.ended("t1", "t2")
+    deployment.start("chain", "t1", "t2")
+    deployment.ended("t1", "t2")
 
-    assert {words[-2] for words in embedded.notes("starts")} <= {str(pid) for pid in worker.children()}
+    assert {words[-2] for words in deployment.notes("starts")} <= {str(pid) for pid in worker.children()}
     assert worker.stop() == 0
 
 
-def test_a_fan_out_is_spread_over_workers_and_joined_once(on_each_broker):
-    deployment = on_each_broker
+def test_a_fan_out_is_spread_over_workers_and_joined_once(deployment):
     deployment.touch("hold-part")
     workers = [deployment.worker(concurrency=1) for _ in range(2)]
 
@@ -82,15 +80,14 @@ EARLY = """
 """
 
 
-@pytest.fixture(params=["plain", "tls", "embedded"])
+@pytest.fixture(params=["files", "redis", "secured_redis", "rabbitmq", "secured_rabbitmq"])
 def early(request, tmp_path):
-    """Deployments whose graphs use the database and the broker when they are imported."""
-    if request.param == "embedded":
+    """Deployments whose graphs use the database and the broker when they are imported, also by TLS."""
+    if request.param == "files":
         urls = request.getfixturevalue("sqlite_url"), f"file://{tmp_path}/broker"
-    elif request.param == "plain":
-        urls = request.getfixturevalue("postgresql_url"), request.getfixturevalue("redis_url")
     else:
-        urls = request.getfixturevalue("secured_postgresql_url"), request.getfixturevalue("secured_redis_url")
+        database = "secured_postgresql_url" if request.param.startswith("secured") else "postgresql_url"
+        urls = request.getfixturevalue(database), request.getfixturevalue(f"{request.param}_url")
     (tmp_path / "early.py").write_text(textwrap.dedent(EARLY))
     with deployed(tmp_path, *urls, graphs="early.py") as deployment:
         deployment.environment["PYTHONPATH"] = str(AGENTS.parent)
@@ -128,8 +125,7 @@ def test_each_child_has_a_connection_of_its_own(early):
     assert "Traceback" not in worker.log.read_text()
 
 
-def test_a_worker_that_is_asked_to_stop_finishes_what_runs_and_leaves(on_each_broker):
-    deployment = on_each_broker
+def test_a_worker_that_is_asked_to_stop_finishes_what_runs_and_leaves(deployment):
     worker = deployment.supervised(concurrency=1)
     deployment.start("held", "h")
     started_at = float(deployment.started("h hold")[0][-1])

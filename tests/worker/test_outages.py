@@ -15,15 +15,16 @@ from keepstep.ids import new_id
 from tests.worker.deployment import deployed, eventually
 
 
-@pytest.fixture(params=["redis", "rabbitmq"])
-def on_a_server(request):
-    """A deployment on each of the two servers, and the server."""
-    name = {"redis": "served", "rabbitmq": "served_by_rabbitmq"}[request.param]
-    return request.getfixturevalue(name), request.getfixturevalue(f"{request.param}_server")
+@pytest.fixture
+def mortal(request, broker_kind):
+    """A broker of each kind that a test may kill, and its URL: Redis comes back empty, RabbitMQ with what it held."""
+    if broker_kind == "redis":
+        server = request.getfixturevalue("spare_redis")
+        return server, server.url
+    return request.getfixturevalue("rabbitmq_server"), request.getfixturevalue("rabbitmq_url")
 
 
-def test_a_broker_emptied_with_threads_in_flight_loses_none(on_a_server):
-    served, broker_server = on_a_server
+def test_a_broker_emptied_with_threads_in_flight_loses_none(served, broker_server):
     worker = served.worker(concurrency=2)
     running, queued = [f"h{n}" for n in range(2)], [f"t{n}" for n in range(10)]
     backing_off, waiting = [f"r{n}" for n in range(3)], [f"w{n}" for n in range(3)]
@@ -52,7 +53,9 @@ def test_a_broker_emptied_with_threads_in_flight_loses_none(on_a_server):
     assert worker.process.poll() is None
 
 
-def test_a_full_broker_delays_nudges_and_no_commit(served, redis_server):
+def test_a_full_redis_delays_nudges_and_no_commit(served_by_redis, redis_server):
+    """RabbitMQ's word for it is an alarm (test_rabbitmq.py)."""
+    served = served_by_redis
     worker = served.worker(concurrency=1)
     served.start("held", "h")
     served.holding("h")
@@ -70,21 +73,23 @@ def test_a_full_broker_delays_nudges_and_no_commit(served, redis_server):
     assert served.counts("starts") == Counter({"h before": 1, "h hold": 1, "h after": 1})
 
 
-def test_a_broker_that_is_down_at_the_start_and_in_between_is_waited_for(tmp_path, postgresql_url, spare_redis):
-    spare_redis.kill()
-    with deployed(tmp_path, postgresql_url, spare_redis.url) as deployment:
+@pytest.mark.timeout(240)  # RabbitMQ is started twice
+def test_a_broker_that_is_down_at_the_start_and_in_between_is_waited_for(tmp_path, postgresql_url, mortal):
+    server, url = mortal
+    server.kill()
+    with deployed(tmp_path, postgresql_url, url) as deployment:
         worker = deployment.worker(concurrency=1)
-        spare_redis.start()
+        server.start()
         deployment.start("held", "h")
         deployment.started("h hold")
 
-        spare_redis.kill()
+        server.kill()
         deployment.touch("release")
         # The step commits although its nudge cannot be sent.
         eventually(
             lambda: deployment.query("SELECT seq FROM keepstep_thread") == [(2,)], what="the commit without a broker"
         )
-        spare_redis.start()
+        server.start()
         deployment.ended("h")
         deployment.start("chain", "t")
         deployment.ended("t")
@@ -97,9 +102,9 @@ def test_a_broker_that_is_down_at_the_start_and_in_between_is_waited_for(tmp_pat
 
 
 def test_a_database_that_is_away_delays_commands_and_loses_none(
-    tmp_path, postgresql_url, proxied_url, postgresql_proxy, redis_url
+    tmp_path, postgresql_url, proxied_url, postgresql_proxy, broker_url
 ):
-    with deployed(tmp_path, proxied_url, redis_url, postgresql_url) as deployment:
+    with deployed(tmp_path, proxied_url, broker_url, postgresql_url) as deployment:
         worker = deployment.worker(concurrency=1)
         deployment.start("chain", "t1")
         deployment.ended("t1")
@@ -118,8 +123,7 @@ def test_a_database_that_is_away_delays_commands_and_loses_none(
         assert worker.process.poll() is None
 
 
-def test_a_bad_message_is_rejected_and_the_next_one_is_taken(on_each_broker):
-    deployment = on_each_broker
+def test_a_bad_message_is_rejected_and_the_next_one_is_taken(deployment):
     worker = deployment.worker(concurrency=1)
     # RabbitMQ may refuse what is sent to a queue that is just being made.
     deployment.start("chain", "first")
@@ -159,22 +163,32 @@ def test_a_bad_message_is_rejected_and_the_next_one_is_taken(on_each_broker):
     assert [command_id for command_id in refused if command_id] == ["bad-1", "bad-2", "bad-3", "bad-4"]
     deployment.ended("first")
     assert deployment.statuses() == {"first": "done", "t": "done"}
+    # They were answered: nothing is left for an operator to look at.
+    with deployment.looking_at(broker.rejected_queue(settings.queue)) as rejected:
+        assert rejected() == 0
 
 
 @pytest.mark.parametrize("lost", ["message", "answer of the broker", "reply of the worker"])
-def test_a_start_whose_message_or_answer_is_lost_makes_one_run(served, redis_proxy, redis_server, lost):
+def test_a_start_whose_message_or_answer_is_lost_makes_one_run(
+    served, broker_kind, broker_proxy, proxied_broker_url, lost
+):
     served.worker(concurrency=1)
-    through = f"redis://127.0.0.1:{redis_proxy.port}/0"
-    with keepstep.Client(broker=through, confirm=True, timeout=30) as client:
+    # Redis answers each request, the reply of a worker is the answer to a BRPOP; RabbitMQ delivers one unasked.
+    sent, replied = {"redis": (b"LPUSH", b"BRPOP"), "rabbitmq": (b'"verb":"start"', b'"status":"accepted"')}[
+        broker_kind
+    ]
+    with keepstep.Client(broker=proxied_broker_url, confirm=True, timeout=30) as client:
         client.start("quick", "before", {})
         if lost == "message":
-            redis_proxy.lose_request(b"LPUSH")
+            broker_proxy.lose_request(sent)
         elif lost == "answer of the broker":
-            redis_proxy.lose_reply(b"LPUSH")
+            broker_proxy.lose_reply(sent)
+        elif broker_kind == "redis":
+            broker_proxy.lose_reply(replied)
         else:
-            redis_proxy.lose_reply(b"BRPOP")
+            broker_proxy.lose_delivery(replied)
         receipt = client.start("quick", "once", {}, request_id="order-7")
-        assert redis_proxy.lost.wait(10)
+        assert broker_proxy.lost.wait(30)
         # Sent again by somebody who heard nothing of it at all: it is the same request.
         again = client.start("quick", "once", {}, request_id="order-7")
     served.ended("before", "once")
@@ -186,13 +200,15 @@ def test_a_start_whose_message_or_answer_is_lost_makes_one_run(served, redis_pro
     assert served.query(audit) == [(1,)]
 
 
-def test_a_message_that_the_broker_has_lost_is_sent_again_by_who_waits_for_its_answer(served, redis_server):
+def test_a_message_that_the_broker_has_lost_is_sent_again_by_who_waits_for_its_answer(served, broker_server):
+    settings = served.settings
+    commands = broker.commands_queue(settings.broker, settings.queue)
     # Nobody is there to take it when the broker loses everything.
     with keepstep.Client(settings=served.settings, confirm=True, timeout=60) as client, ThreadPoolExecutor(1) as pool:
         waiting = pool.submit(client.start, "quick", "once", {})
-        with contextlib.closing(redis_server.client()) as redis:
-            eventually(lambda: redis.llen("keepstep.commands") == 1, what="the message")
-        redis_server.flush()
+        with served.looking_at(commands) as count:
+            eventually(lambda: count() == 1, what="the message")
+        broker_server.flush()
         served.worker(concurrency=1)
         receipt = waiting.result(60)
     served.ended("once")

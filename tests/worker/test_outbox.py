@@ -55,8 +55,8 @@ class closing_outbox(closing):  # noqa: N801  a context manager by its use
         super().__init__(outbox)
 
 
-def test_a_worker_starts_what_was_committed_and_nothing_else(on_each_broker, shop):
-    deployment, (url, engine) = on_each_broker, shop
+def test_a_worker_starts_what_was_committed_and_nothing_else(deployment, shop):
+    url, engine = shop
     sold(deployment, engine, "rolled-back", commits=False)
     sold(deployment, engine, "a", "b")
     deployment.worker(KEEPSTEP_OUTBOXES=url)
@@ -68,14 +68,14 @@ def test_a_worker_starts_what_was_committed_and_nothing_else(on_each_broker, sho
     assert waiting(url) == {"waiting": 0, "refused": 0}
 
 
-def test_what_is_refused_stays_with_the_reason(embedded, shop):
+def test_what_is_refused_stays_with_the_reason(deployment, shop):
     url, engine = shop
-    sold(embedded, engine, "a", graph="nobody")
-    embedded.worker(KEEPSTEP_OUTBOXES=url)
+    sold(deployment, engine, "a", graph="nobody")
+    deployment.worker(KEEPSTEP_OUTBOXES=url)
     eventually(lambda: waiting(url)["refused"] == 1, what="a refusal")
     ran = subprocess.run(
         [sys.executable, "-m", "keepstep", "relay", "--refused", "--json", url],
-        env={**os.environ, "KEEPSTEP_BROKER": embedded.settings.broker},
+        env={**os.environ, "KEEPSTEP_BROKER": deployment.settings.broker},
         capture_output=True,
         text=True,
         check=True,
@@ -84,18 +84,18 @@ def test_what_is_refused_stays_with_the_reason(embedded, shop):
     assert refused["error"]["code"] == "unknown_graph"
     subprocess.run(
         [sys.executable, "-m", "keepstep", "relay", "--again", "--json", url],
-        env={**os.environ, "KEEPSTEP_BROKER": embedded.settings.broker},
+        env={**os.environ, "KEEPSTEP_BROKER": deployment.settings.broker},
         check=True,
     )
-    eventually(lambda: len(embedded.workers[0].events("start_refused")) == 2, what="a second refusal")
+    eventually(lambda: len(deployment.workers[0].events("start_refused")) == 2, what="a second refusal")
     assert refused["message"]["thread"] == "a"
 
 
-def test_a_start_that_is_relayed_twice_makes_one_run(embedded, shop, monkeypatch):
+def test_a_start_that_is_relayed_twice_makes_one_run(deployment, shop, monkeypatch):
     url, engine = shop
-    embedded.worker()
-    sold(embedded, engine, "a")
-    relay = Relay(load(broker=embedded.settings.broker), url)
+    deployment.worker()
+    sold(deployment, engine, "a")
+    relay = Relay(load(broker=deployment.settings.broker), url)
 
     def dies(*_):
         raise KeyboardInterrupt
@@ -105,34 +105,35 @@ def test_a_start_that_is_relayed_twice_makes_one_run(embedded, shop, monkeypatch
     with pytest.raises(KeyboardInterrupt):
         relay.relay()
     monkeypatch.undo()
-    embedded.ended("a")
+    deployment.ended("a")
     assert relay.outbox.counts()["waiting"] == 1
     assert relay.relay() == 1
     assert relay.outbox.counts()["waiting"] == 0
-    assert runs(embedded) == 1
+    assert runs(deployment) == 1
     relay.finish()
 
 
-def test_nothing_is_removed_while_no_worker_answers(embedded, shop, monkeypatch):
+def test_nothing_is_removed_while_no_worker_answers(deployment, shop, monkeypatch):
     url, engine = shop
+    sold(deployment, engine, "a")
+    relay = Relay(load(broker=deployment.settings.broker), url)
+    # Only now: its client has all the time that a broker may take.
     monkeypatch.setattr("keepstep.tasks.relay._CONFIRM_SECONDS", 0.3)
-    sold(embedded, engine, "a")
-    relay = Relay(load(broker=embedded.settings.broker), url)
     assert relay.relay() == 0
     assert relay.outbox.counts() == {"waiting": 1, "refused": 0}
-    embedded.worker()
+    deployment.worker()
     eventually(lambda: relay.relay() == 1, what="an answer")
-    embedded.ended("a")
-    assert runs(embedded) == 1
+    deployment.ended("a")
+    assert runs(deployment) == 1
     relay.finish()
 
 
-def test_while_no_worker_answers_the_queue_is_not_filled_with_copies(embedded, shop, monkeypatch):
+def test_while_no_worker_answers_the_queue_is_not_filled_with_copies(deployment, shop, monkeypatch):
     url, engine = shop
-    monkeypatch.setattr("keepstep.tasks.relay._CONFIRM_SECONDS", 0.1)
     names = [f"t{number}" for number in range(25)]
-    sold(embedded, engine, *names)
-    relay = Relay(load(broker=embedded.settings.broker), url, poll_seconds=0.5)
+    sold(deployment, engine, *names)
+    relay = Relay(load(broker=deployment.settings.broker), url, poll_seconds=0.5)
+    monkeypatch.setattr("keepstep.tasks.relay._CONFIRM_SECONDS", 0.1)  # not of its client, as above
     sent = []
     forward = relay._client.forward
 
@@ -143,30 +144,30 @@ def test_while_no_worker_answers_the_queue_is_not_filled_with_copies(embedded, s
     monkeypatch.setattr(relay._client, "forward", counted)
     assert [relay.work() for _ in range(7)] == [1.0, 2.0, 4.0, 8.0, 15.0, 15.0, 15.0]
     assert len(sent) == 25 + 6 * 10
-    embedded.worker()
+    deployment.worker()
     eventually(lambda: relay.work() == 0.5, what="an answer")
-    embedded.ended(*names[:10])
+    deployment.ended(*names[:10])
     eventually(lambda: relay.work() == 0.5 and relay.outbox.counts()["waiting"] == 0, what="all answers")
-    embedded.ended(*names)
-    assert runs(embedded) == 25
+    deployment.ended(*names)
+    assert runs(deployment) == 25
     relay.finish()
 
 
-def test_the_command_relays_until_it_is_told_to_stop(embedded, shop, tmp_path):
+def test_the_command_relays_until_it_is_told_to_stop(deployment, shop, tmp_path):
     url, engine = shop
-    embedded.worker()
-    environment = {**os.environ, "KEEPSTEP_BROKER": embedded.settings.broker, "KEEPSTEP_OUTBOXES": url}
+    deployment.worker()
+    environment = {**os.environ, "KEEPSTEP_BROKER": deployment.settings.broker, "KEEPSTEP_OUTBOXES": url}
     with subprocess.Popen(
         [sys.executable, "-m", "keepstep", "relay"], env=environment, stdout=subprocess.PIPE, text=True
     ) as process:
         assert process.stdout is not None
         assert process.stdout.readline() == f"relaying {url}\n"
-        sold(embedded, engine, "a")
-        embedded.ended("a")
+        sold(deployment, engine, "a")
+        deployment.ended("a")
         process.terminate()
         assert process.wait(20) == 0
     once = [sys.executable, "-m", "keepstep", "relay", "--once", "--json"]
-    sold(embedded, engine, "b")
+    sold(deployment, engine, "b")
     ran = subprocess.run(once, env=environment, capture_output=True, text=True, check=True)
     assert json.loads(ran.stdout) == {"outboxes": [{"outbox": url, "waiting": 0, "refused": 0}]}
-    embedded.ended("b")
+    deployment.ended("b")

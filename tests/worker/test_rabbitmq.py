@@ -51,22 +51,6 @@ def test_a_broker_that_is_down_at_the_start_and_killed_under_load_loses_nothing(
     assert [worker.process.poll() for worker in workers] == [None, None]
 
 
-@pytest.mark.parametrize("end", ["reply", "request"])
-def test_a_start_whose_connection_is_cut_is_sent_again_and_is_one_run(
-    served_by_rabbitmq, rabbitmq_proxy, proxied_rabbitmq_url, end
-):
-    served_by_rabbitmq.worker(concurrency=1)
-    settings = served_by_rabbitmq.settings.model_copy(update={"broker": proxied_rabbitmq_url})
-    with keepstep.Client(settings=settings, confirm=True, timeout=20) as client:
-        (rabbitmq_proxy.lose_reply if end == "reply" else rabbitmq_proxy.lose_request)(b'"verb":"start"')
-        client.start("chain", "t", {})
-        assert rabbitmq_proxy.lost.is_set()
-    served_by_rabbitmq.ended("t")
-
-    assert served_by_rabbitmq.query("SELECT count(*) FROM keepstep_run") == [(1,)]
-    assert served_by_rabbitmq.counts("starts") == Counter({f"t {node}": 1 for node in CHAIN})
-
-
 def test_workers_that_are_cut_off_again_and_again_run_each_step_once(
     tmp_path, postgresql_url, rabbitmq_url, rabbitmq_proxy, proxied_rabbitmq_url
 ):

@@ -19,8 +19,7 @@ def fired(deployment):
     return deployment.query("SELECT count(*) FROM keepstep_schedule WHERE next_at > 0")[0][0]
 
 
-def test_two_workers_start_one_run_for_each_tick(on_each_broker):
-    deployment = on_each_broker
+def test_two_workers_start_one_run_for_each_tick(deployment):
     workers = [deployment.launch(), deployment.launch()]
     for worker in workers:
         worker.ready()

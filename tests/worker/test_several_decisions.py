@@ -12,16 +12,16 @@ from tests.worker.deployment import eventually
 
 
 @pytest.fixture
-def asked(embedded):
+def asked(deployment):
     """A deployment with three threads that ask, and its command line."""
-    embedded.worker()
-    embedded.start("asking", "a", "b", "c")
-    embedded.ended("a", "b", "c", status="waiting")
+    deployment.worker()
+    deployment.start("asking", "a", "b", "c")
+    deployment.ended("a", "b", "c", status="waiting")
 
     def keepstep(*arguments, code=0):
         ran = subprocess.run(
             [sys.executable, "-m", "keepstep", *arguments, "--by", "anna", "--json"],
-            env=embedded.environment,
+            env=deployment.environment,
             capture_output=True,
             text=True,
             check=False,
@@ -29,7 +29,7 @@ def asked(embedded):
         assert ran.returncode == code, ran.stderr
         return json.loads(ran.stdout)
 
-    return embedded, keepstep
+    return deployment, keepstep
 
 
 def test_all_that_is_open_is_approved(asked):

@@ -19,9 +19,8 @@ from tests.worker.deployment import eventually
 
 
 @pytest.fixture
-def signed(on_each_broker, tmp_path):
+def signed(deployment, tmp_path):
     """A deployment that takes signed commands only, and how to send one with a key."""
-    deployment = on_each_broker
     trusted = tmp_path / "trusted.jwks"
     for kid, options in (("shop", []), ("starts", ["--for-verb", "start"])):
         arguments = ["new-key", kid, "--private", str(tmp_path / f"{kid}.jwk"), "--public", str(trusted), *options]

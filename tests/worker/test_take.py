@@ -1,4 +1,7 @@
-"""Taking waiting nudges straight from the queue: the same messages in the same order, and nothing else."""
+"""Taking waiting nudges straight from the queue: the same messages in the same order, and nothing else.
+
+On Redis alone: of RabbitMQ nothing is taken past its consumer (test_rabbitmq.py).
+"""
 
 from __future__ import annotations
 
@@ -150,12 +153,12 @@ def test_a_child_goes_on_for_a_moment_only(monkeypatch):
     assert ran == said(NODE)
 
 
-def test_children_run_what_waits_without_the_main_process(served):
+def test_children_run_what_waits_without_the_main_process(served_by_redis):
     """Each thread's chain is three steps; all of them are run, each once, though few are Celery tasks."""
-    served.worker(concurrency=1)
+    served_by_redis.worker(concurrency=1)
     threads = [f"t{number}" for number in range(20)]
-    served.start("chain", *threads)
-    served.ended(*threads)
+    served_by_redis.start("chain", *threads)
+    served_by_redis.ended(*threads)
 
-    assert set(served.counts("starts").values()) == {1}
-    assert len(served.counts("starts")) == 60
+    assert set(served_by_redis.counts("starts").values()) == {1}
+    assert len(served_by_redis.counts("starts")) == 60

@@ -17,8 +17,8 @@ BUSY_MACHINE_SECONDS = 3.0
 
 
 @pytest.fixture
-def hasty(tmp_path, postgresql_url, redis_url):
-    with deployed(tmp_path, postgresql_url, redis_url, timeout_grace_seconds=GRACE) as deployment:
+def hasty(tmp_path, postgresql_url, broker_url):
+    with deployed(tmp_path, postgresql_url, broker_url, timeout_grace_seconds=GRACE) as deployment:
         yield deployment
 
 

@@ -226,6 +226,28 @@ def pending(store: Store) -> Pending:
     return Pending(bool(unplaced), int(unpublished))
 
 
+_LAG = Statement(
+    lambda _dialect: select(
+        select(db_now() - func.min(event.c.at)).where(event.c.position.is_(None)).scalar_subquery(),
+        select(db_now() - func.min(event.c.at))
+        .where(event.c.position == select(mark.c.position + 1).where(mark.c.name == PUBLISHED).scalar_subquery())
+        .scalar_subquery(),
+    )
+)
+
+
+class Lag(NamedTuple):
+    """How long, in seconds, the oldest event has waited; None: none waits."""
+
+    unplaced: float | None
+    unpublished: float | None
+
+
+def lag(store: Store) -> Lag:
+    """Return how far the log, and what is published of it, is behind what has happened."""
+    return Lag(*store.rows(_LAG, {})[0])
+
+
 def place(store: Store, *, limit: int) -> int:
     """Give the events that are visible and have none a position, up to `limit`; return how many got one.
 

@@ -15,7 +15,7 @@ from keepstep import broker, topics
 from keepstep.settings import Settings
 from keepstep.signing import ALGORITHMS
 from keepstep.store import events
-from keepstep.tasks import messages, refusalcodes
+from keepstep.tasks import contractpage, messages, refusalcodes
 
 _PREFIX = "{prefix}"
 _CONTENT_TYPE = "application/json"
@@ -345,14 +345,14 @@ def _operations() -> dict[str, Any]:
 
 def _messages() -> dict[str, Any]:
     found = {
-        verb: _message(verb, model.__name__, str(model.__doc__), [messages.example(verb)])
+        verb: _message(verb, model.__name__, str(model.__doc__), [contractpage.example(verb)])
         for verb, model in messages.MODELS.items()
     }
     found["signed"] = _message("signed", "Signed", "Any of the commands, signed.", [])
-    answers = [messages.example_reply(), messages.example_reply(refused=True)]
+    answers = [contractpage.example_reply(), contractpage.example_reply(refused=True)]
     found["reply"] = _message("reply", "Reply", str(messages.Reply.__doc__), answers, headers="ReplyHeaders")
     about = str(messages.EventMessage.__doc__)
-    found["event"] = _message("event", "EventMessage", about, [messages.example_event()], headers="ReplyHeaders")
+    found["event"] = _message("event", "EventMessage", about, [contractpage.example_event()], headers="ReplyHeaders")
     return found
 
 

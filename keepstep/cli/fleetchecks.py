@@ -15,7 +15,7 @@ from keepstep.cli.records import error_of
 from keepstep.cli.session import Session
 from keepstep.cli.waysout import way_out
 from keepstep.settings import Settings
-from keepstep.store import health, kin, leases, limits, views, workers
+from keepstep.store import events, health, kin, leases, limits, schedules, views, workers
 from keepstep.store.engine import Store
 
 if TYPE_CHECKING:
@@ -26,6 +26,8 @@ _SKEW_SECONDS = 2.0
 _COMMANDS_SECONDS = 15.0
 """A command that has waited for longer than this is taken in by nobody."""
 _LAG_SECONDS = 10.0
+_EVENTS_SECONDS = 30.0
+"""An event that has waited for longer than this is told to nobody."""
 _LOOKED_AT_MAX = 1000
 _SHOWN_MAX = 5
 
@@ -36,6 +38,8 @@ def examine(session: Session, settings: Settings, store: Store, commands: Queue)
         *guarded("clock", lambda: _clock(store)),
         *guarded("workers", lambda: _workers(settings, store, commands)),
         *guarded("threads", lambda: _threads(session, settings, store)),
+        *guarded("schedules", lambda: _schedules(settings, store)),
+        *guarded("events", lambda: _events(settings, store)),
     ]
 
 
@@ -63,6 +67,34 @@ def _clock(store: Store) -> Iterator[Finding]:
         "it, but the times of logs and of `state --at` do",
         "let both follow a time server",
     )
+
+
+def _schedules(settings: Settings, store: Store) -> Iterator[Finding]:
+    """Find schedules whose tick has come and has started nothing."""
+    found = schedules.list_schedules(store, settings.tenant, limit=_LOOKED_AT_MAX)
+    overdue = [
+        (each, each.now - each.next_at)
+        for each in found
+        if not each.paused and each.next_at is not None and each.now - each.next_at > _patience(settings)
+    ]
+    for each, late in overdue[:_SHOWN_MAX]:
+        reason = (error_of(each.error) or {}).get("message", "no live worker looks for ticks")
+        text = f"schedule {each.name!r} has started nothing at its tick of {ago(late)} ago: {reason}"
+        yield Finding(
+            "problem", "schedules", text, f"a worker that carries graph {each.agent!r}: the tick waits for it"
+        )
+
+
+def _events(settings: Settings, store: Store) -> Iterator[Finding]:
+    """Find events that nobody hears of."""
+    lag = events.lag(store)
+    way = "the live workers' logs say why (events_left_in_log, service_failed); without any: keepstep worker MODULE"
+    if lag.unplaced is not None and lag.unplaced > _EVENTS_SECONDS:
+        text = f"what has happened since {ago(lag.unplaced)} ago has no place in the log: who reads it does not see it"
+        yield Finding("problem", "events", text, way)
+    elif settings.publish_events and lag.unpublished is not None and lag.unpublished > _EVENTS_SECONDS:
+        text = f"what has happened since {ago(lag.unpublished)} ago is not published; in the log it stands"
+        yield Finding("warning", "events", text, way)
 
 
 # --- workers ----------------------------------------------------------------------------------------------------------

@@ -15,7 +15,7 @@ from kombu import Producer
 from keepstep import END, START, Client, Graph, broker, topics
 from keepstep.store import events
 from keepstep.store.outbox import Outbox
-from keepstep.tasks import messages
+from keepstep.tasks import contractpage
 from tests.docs.test_examples import ROOT, blocks
 from tests.steps.driver import deployed
 
@@ -56,7 +56,7 @@ def test_people_are_asked_by_a_service_that_listens(tmp_path, capsys):
     exec(SHOWN[1], service)  # noqa: S102  the example: it connects when it is used
     service["client"].close()
     url = f"file://{tmp_path / 'broker'}"
-    event = {**messages.example_event(), "tenant": "acme"}
+    event = {**contractpage.example_event(), "tenant": "acme"}
     with Client(url, tenant="acme") as client:
         client.events("helpdesk", kind="approval.opened").close()
         with broker.connection(url, commands=True) as connection:

@@ -14,7 +14,7 @@ from keepstep import END, START, Graph, Retry, Send, __version__, effect
 from keepstep.cli.program import run
 from keepstep.cli.session import Session
 from keepstep.settings import load
-from keepstep.store import claims, limits, workers
+from keepstep.store import claims, events, limits, workers
 from keepstep.store.engine import Store
 from keepstep.store.leases import Owner
 from keepstep.tasks.liveness import Liveness
@@ -343,3 +343,35 @@ def test_a_probe_of_nothing(capsys):
     for probe in ("liveness", "readiness"):
         assert len(found(probed(capsys, probe, code=1), "database", "problem")) == 1
     assert run(["doctor", "--probe", "vitality"]) == 2
+
+
+# --- schedules and events ---------------------------------------------------------------------------------------------
+
+
+def test_a_tick_that_nobody_can_start_is_a_problem(capsys, deploy):
+    d = deploy(graph_of(lambda _state, _ctx: {}))
+    d.send("schedule", name="nightly", graph="work", cron="@daily", by="anna")
+    d.send("schedule", name="hourly", graph="work", cron="@hourly", by="anna")
+    assert found(examined(capsys, "--database", d.url, code=0), "schedules", "problem") == []
+    d.execute("UPDATE keepstep_worker SET carried = ''")
+    d.execute("UPDATE keepstep_schedule SET next_at = next_at - 200000, due_at = 0 WHERE name = 'nightly'")
+    d.sweep()
+    [(text, way)] = found(examined(capsys, "--database", d.url, code=1), "schedules", "problem")
+    assert text.startswith("schedule 'nightly' has started nothing at its tick of ")
+    assert text.endswith("ago: no worker carries a graph named 'work'")
+    assert way == "a worker that carries graph 'work': the tick waits for it"
+
+
+def test_events_that_nobody_places_or_publishes_are_found(capsys, deploy):
+    d = deploy(graph_of(lambda _state, _ctx: {}))
+    d.start()
+    d.drain()
+    assert found(examined(capsys, "--database", d.url, code=0), "events", "warning") == []
+    d.execute("UPDATE keepstep_event SET at = at - 60")
+    [(text, _)] = found(examined(capsys, "--database", d.url, code=1), "events", "problem")
+    assert text == "what has happened since 60 s ago has no place in the log: who reads it does not see it"
+    events.place(d.store, limit=10)
+    [(text, _)] = found(examined(capsys, "--database", d.url, code=0), "events", "warning")
+    assert text == "what has happened since 60 s ago is not published; in the log it stands"
+    events.published(d.store, 2)
+    assert found(examined(capsys, "--database", d.url, code=0), "events", "warning") == []

@@ -10,7 +10,7 @@ import pytest
 
 from keepstep import errors
 from keepstep.runtime.reader import Event
-from keepstep.tasks import messages
+from keepstep.tasks import contractpage, messages
 
 NOON = datetime(2026, 11, 30, 12, tzinfo=UTC)
 START = {"v": 1, "verb": "start", "id": "c1", "tenant": "t", "graph": "g", "thread": "th", "input": {}}
@@ -206,11 +206,11 @@ def test_a_reply_says_what_was_accepted_or_why_not():
 
 def test_the_document_is_current():
     document = Path(__file__).parents[2] / "docs" / "messages.md"
-    assert document.read_text() == messages.markdown(), "make it again: python -m keepstep.tasks.messages"
+    assert document.read_text() == contractpage.markdown(), "make it again: python -m keepstep.tasks.contractpage"
 
 
 def test_the_documents_examples_are_accepted():
-    blocks = messages.markdown().split("```json\n")[1:]
+    blocks = contractpage.markdown().split("```json\n")[1:]
     values = [json.loads(block.split("```")[0]) for block in blocks]
     commands = [value for value in values if "verb" in value]
     assert [type(parse(command)).__name__ for command in commands] == [

@@ -17,6 +17,8 @@ if TYPE_CHECKING:
     import types
 
 _WAIT_SECONDS = 0.5
+_LOOK_SECONDS = 0.2
+"""What a broker may take to hand out what is there."""
 _PREFETCH = 20
 _FOREVER = 1e9
 
@@ -77,7 +79,7 @@ class Subscription:
             handled, self._handled = self._handled, None
             handled.ack()
         if not self._arrived:
-            seconds = _WAIT_SECONDS if self._timeout is None else min(_WAIT_SECONDS, max(self._timeout, 0.01))
+            seconds = _WAIT_SECONDS if self._timeout is None else min(_WAIT_SECONDS, max(self._timeout, _LOOK_SECONDS))
             self._link.drain(seconds)
 
     def remove(self) -> None:

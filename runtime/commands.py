@@ -31,11 +31,11 @@ from keepstep.runtime.compiled import CompiledGraph
 from keepstep.runtime.decisions import DecideMessage
 from keepstep.runtime.environment import Runtime
 from keepstep.runtime.meant import one_thread
-from keepstep.runtime.outcome import error_text
 from keepstep.runtime.principals import Principal
 from keepstep.runtime.schedules import Put, ScheduleControlMessage, ScheduleMessage, UnscheduleMessage
 from keepstep.store import signals, threads, waits
 from keepstep.store.engine import Transaction
+from keepstep.store.errortext import error_text
 from keepstep.store.leases import Nudge
 from keepstep.store.schema import BLOCKED, CANCELLED, ENDED, FAILED, UNDONE, WAITING
 from keepstep.store.threads import NewRun, ThreadState

@@ -50,7 +50,7 @@ from keepstep.runtime.faults import text_of
 from keepstep.runtime.fields import fitted, problems_of
 from keepstep.runtime.lostanswers import is_lost
 from keepstep.runtime.masking import Masker
-from keepstep.runtime.outcome import described, error_text
+from keepstep.runtime.outcome import described
 from keepstep.runtime.secretbook import by_reference, check_annotated
 from keepstep.runtime.watchdog import undisturbed
 from keepstep.store import effects as journal
@@ -58,6 +58,7 @@ from keepstep.store.artifacts import LargeValues
 from keepstep.store.calls import NewAudit
 from keepstep.store.effects import EffectKey, EffectState
 from keepstep.store.engine import Store
+from keepstep.store.errortext import error_text
 from keepstep.store.leases import Fence
 from keepstep.store.undoing import SUFFIX
 

@@ -6,7 +6,6 @@
 
 from __future__ import annotations
 
-import json
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
 from typing import Any
@@ -107,12 +106,3 @@ def described(error: BaseException, *, masker: Masker | None = None, **ids: Any)
     where = place_of(error)
     place = {"where": where} if where and not isinstance(error, KeepstepError) else {}
     return {"code": code, "type": type(error).__qualname__, "message": message, **place, **ids}
-
-
-def error_text(error: Mapping[str, Any]) -> str:
-    r"""Return an error as the database's text columns hold it.
-
-    JSON with everything outside ASCII escaped: a NUL, which PostgreSQL refuses in text, stands as `\u0000`, and half a
-    surrogate pair as `\ud83d`.
-    """
-    return json.dumps(error, ensure_ascii=True, default=str)

@@ -11,9 +11,9 @@ import structlog
 
 from keepstep.errors import Forbidden, KeepstepError, Unauthenticated, Unavailable
 from keepstep.runtime.environment import Runtime
-from keepstep.runtime.outcome import error_text
 from keepstep.store import refusals, threads, waits
 from keepstep.store.engine import Transaction
+from keepstep.store.errortext import error_text
 
 log = structlog.get_logger("keepstep.worker")
 

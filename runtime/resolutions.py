@@ -7,9 +7,9 @@ from typing import Any, NamedTuple
 
 from keepstep.errors import EffectUnknown, InvalidInput, NotFound, UndoFailed, WrongStatus
 from keepstep.runtime.environment import Runtime
-from keepstep.runtime.outcome import error_text
 from keepstep.store import effects, threads
 from keepstep.store.engine import Transaction
+from keepstep.store.errortext import error_text
 from keepstep.store.leases import Nudge
 from keepstep.store.schema import BLOCKED, FAILED
 from keepstep.store.threads import ThreadState

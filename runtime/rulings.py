@@ -17,10 +17,10 @@ from pydantic import TypeAdapter
 
 from keepstep.runtime.effects import effect
 from keepstep.runtime.journal import Call, Journal, Recorded
-from keepstep.runtime.outcome import error_text
 from keepstep.runtime.policies import PolicyDecision
 from keepstep.runtime.tools import Tool
 from keepstep.store.calls import NewAudit
+from keepstep.store.errortext import error_text
 
 ALLOW: Final = "allow"
 APPROVE: Final = "approve"

@@ -6,9 +6,10 @@ from collections.abc import Sequence
 
 from keepstep.crashpoints import reach
 from keepstep.runtime.environment import Runtime
-from keepstep.runtime.outcome import Blocked, Done, Failed, Outcome, Retry, Waiting, error_text
+from keepstep.runtime.outcome import Blocked, Done, Failed, Outcome, Retry, Waiting
 from keepstep.store import leases, outcomes
 from keepstep.store.claims import Claim
+from keepstep.store.errortext import error_text
 from keepstep.store.events import NewEvent
 from keepstep.store.leases import Nudge
 from keepstep.store.schema import BLOCKED, DONE, FAILED

@@ -32,13 +32,14 @@ from keepstep.runtime.compiled import CompiledGraph
 from keepstep.runtime.environment import Runtime
 from keepstep.runtime.execution import NodeRun, execute, of_state
 from keepstep.runtime.history import Channels, Head, describe, payload, restore
-from keepstep.runtime.outcome import Blocked, Done, Failed, NodeOverdue, Outcome, described, error_text
+from keepstep.runtime.outcome import Blocked, Done, Failed, NodeOverdue, Outcome, described
 from keepstep.runtime.planner import MISSING, Cursor, DueRun, NodeResult
 from keepstep.runtime.settlement import PATIENCE_SECONDS, settle
 from keepstep.runtime.watchdog import alarm
 from keepstep.store import checkpoints, claims, leases, outcomes
 from keepstep.store.checkpoints import Committed, NewCheckpoint
 from keepstep.store.claims import Claim
+from keepstep.store.errortext import error_text
 from keepstep.store.events import NewEvent
 from keepstep.store.leases import NUDGE_SECONDS, Fence, Nudge
 from keepstep.store.outcomes import NewNodeRun

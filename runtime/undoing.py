@@ -39,7 +39,7 @@ from keepstep.runtime.environment import Runtime
 from keepstep.runtime.execution import event_loop
 from keepstep.runtime.journal import Call, Lookup, Recorded
 from keepstep.runtime.masking import Masker
-from keepstep.runtime.outcome import NodeOverdue, described, error_text
+from keepstep.runtime.outcome import NodeOverdue, described
 from keepstep.runtime.policy import Retry
 from keepstep.runtime.secretbook import SecretBook, taken, with_secrets
 from keepstep.runtime.settlement import PATIENCE_SECONDS
@@ -48,6 +48,7 @@ from keepstep.runtime.undos import Undo
 from keepstep.runtime.watchdog import alarm
 from keepstep.store import leases, outcomes, undoing, undone
 from keepstep.store.claims import Claim
+from keepstep.store.errortext import error_text
 from keepstep.store.leases import Nudge
 from keepstep.store.schema import BLOCKED
 from keepstep.store.undoing import Undoable

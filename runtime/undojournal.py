@@ -11,10 +11,10 @@ from typing import Any
 from keepstep.errors import EffectPending, StepError
 from keepstep.runtime.effects import EffectDeclaration, annotated_types, declaration_of, result_type, wants_key
 from keepstep.runtime.journal import Call, Journal, Lookup, Recorded
-from keepstep.runtime.outcome import error_text
 from keepstep.runtime.secretbook import by_reference
 from keepstep.store import effects as journal
 from keepstep.store.effects import EffectKey
+from keepstep.store.errortext import error_text
 from keepstep.store.undoing import SUFFIX, Undoable
 
 

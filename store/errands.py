@@ -10,7 +10,7 @@ that two may run the same errand.
 from __future__ import annotations
 
 import json
-from typing import Any, NamedTuple
+from typing import NamedTuple
 
 import structlog
 
@@ -20,6 +20,7 @@ from keepstep.ids import new_id
 from keepstep.store import children, threads, waits
 from keepstep.store.children import ChildState
 from keepstep.store.engine import Store, Transaction
+from keepstep.store.errortext import error_text
 from keepstep.store.leases import Fence, Nudge
 from keepstep.store.outcomes import hold
 from keepstep.store.schema import CANCELLED, DONE, ENDED, QUEUED, RUNNING
@@ -119,7 +120,7 @@ def _start(store: Store, wanted: ChildState) -> list[Nudge]:
         version = found.graph_version or threads.version_carried(transaction, found.agent)
         if version is None:
             message = f"no worker carries a graph named {found.agent!r}"
-            children.put_off(transaction, found.run_id, _text(UnknownGraph.code, message))
+            children.put_off(transaction, found.run_id, error_text({"code": UnknownGraph.code, "message": message}))
             return []
         nudges = _given_run(transaction, existing, found, version)
     reach("after_child_start", wanted.name)
@@ -152,7 +153,7 @@ def _given_run(transaction: Transaction, existing: ThreadState | None, found: Ch
         nudges = [each for each in (threads.add_run(transaction, existing, version, new, priority=None),) if each]
     else:
         message = f"thread {found.name!r} of graph {found.agent!r} has a run that has not ended ({existing.status})"
-        children.refuse(transaction, found.run_id, _text(RunInProgress.code, message))
+        children.refuse(transaction, found.run_id, error_text({"code": RunInProgress.code, "message": message}))
         return [children.nudge(found.run_id, None)]
     children.start(transaction, found.run_id, thread_id, version)
     _audit(transaction, found, thread_id, "start", {"run": found.run_id, "parent": found.thread_id})
@@ -193,7 +194,7 @@ def _cancel(store: Store, disowned: ChildState) -> list[Nudge]:
         at = threads.run_of(transaction, found.run_id)
         nudges = []
         if at.status in (QUEUED, RUNNING):
-            error = _text("cancelled", "its parent was cancelled", by="parent")
+            error = error_text({"code": "cancelled", "message": "its parent was cancelled", "by": "parent"})
             nudges = threads.cancel_run(transaction, thread, found.run_id, error)
             _audit(transaction, found, thread.id, "cancel", {"reason": "its parent was cancelled"})
         elif found.state == children.STARTED:  # it was to be taken up again, and had not been yet
@@ -244,8 +245,3 @@ def _audit(transaction: Transaction, found: ChildState, thread_id: str, action: 
         action=action,
         detail=json.dumps(detail),
     )
-
-
-def _text(code: str, message: str, **others: Any) -> str:
-    """Return an error as the database's text columns hold it: see `runtime.outcome.error_text`."""
-    return json.dumps({"code": code, "message": message, **others}, ensure_ascii=True)

@@ -23,6 +23,7 @@ from keepstep.ids import new_id
 from keepstep.priority import NORMAL
 from keepstep.store import schedules, threads, ticks
 from keepstep.store.engine import Store, Transaction
+from keepstep.store.errortext import error_text
 from keepstep.store.leases import Nudge
 from keepstep.store.schedules import ScheduleState
 from keepstep.store.schema import QUEUED, RUNNING, run, schedule, worker
@@ -106,7 +107,9 @@ def fire_due(store: Store, *, limit: int) -> list[Nudge]:
             reason = f"{type(error).__name__}: {str(error)[:500]}"
             log.warning("schedule_failed", schedule=schedule_id, reason=reason)
             with store.transaction() as transaction:
-                transaction.run(_PUT_OFF, {"id": schedule_id, "error": _error("error", reason)})
+                transaction.run(
+                    _PUT_OFF, {"id": schedule_id, "error": error_text({"code": "error", "message": reason})}
+                )
     return nudges
 
 
@@ -165,7 +168,9 @@ def _fire_one(transaction: Transaction, found: ScheduleState) -> _Fired:
     version = carried_version(transaction, found.agent, found.graph_version)
     if version is None:
         message = not_carried(found.agent, found.graph_version)
-        transaction.run(_PUT_OFF, {"id": found.id, "error": _error(UnknownGraph.code, message)})
+        transaction.run(
+            _PUT_OFF, {"id": found.id, "error": error_text({"code": UnknownGraph.code, "message": message})}
+        )
         return _Fired([], goes_on=False)
     run_id, nudges = _started_run(transaction, found, due.tick, version)
     _move_on(transaction, found, due, last_tick=due.tick, run_tick=due.tick, run_id=run_id)
@@ -217,7 +222,13 @@ def _is_under_way(transaction: Transaction, run_id: str | None) -> bool:
 def _skip(transaction: Transaction, found: ScheduleState, due: Due, tick: float, code: str, message: str) -> None:
     """Let a tick start no run, and say why."""
     log.info("tick_skipped", schedule=found.name, tick=ticks.text(tick), reason=message)
-    _move_on(transaction, found, due._replace(skipped=tick), last_tick=tick, error=_error(code, message))
+    _move_on(
+        transaction,
+        found,
+        due._replace(skipped=tick),
+        last_tick=tick,
+        error=error_text({"code": code, "message": message}),
+    )
 
 
 def _move_on(
@@ -249,8 +260,3 @@ def _audit(
         action=action,
         detail=json.dumps({"schedule": found.name, **detail}, ensure_ascii=True),
     )
-
-
-def _error(code: str, message: str) -> str:
-    """Return an error as the database's text columns hold it: see `runtime.outcome.error_text`."""
-    return json.dumps({"code": code, "message": message}, ensure_ascii=True)

@@ -19,7 +19,7 @@ if TYPE_CHECKING:
 _WAIT_SECONDS = 0.5
 _LOOK_SECONDS = 0.2
 """What a broker may take to hand out what is there."""
-_PREFETCH = 20
+_PREFETCH = 5
 _FOREVER = 1e9
 
 

@@ -37,11 +37,12 @@ class Events(Service):
 
     name = "events"
 
-    def __init__(self, settings: Settings, worker_id: str) -> None:
+    def __init__(self, settings: Settings, worker_id: str, store: Store) -> None:
+        """`store` is somebody else's, who has little use for it: it is not closed here."""
         super().__init__()
         self._settings = settings
         self._worker_id = worker_id
-        self._store = Store.open(settings.database, pool_size=1)
+        self._store = store
         self._connection: Connection | None = None
         self._announcer: topics.Announcer | None = None
 
@@ -105,6 +106,5 @@ class Events(Service):
                 log.debug("events_close_failed", **told(error))
 
     def finish(self) -> None:
-        """Close the connections."""
+        """Close the connection."""
         self._hang_up()
-        self._store.dispose()

@@ -97,7 +97,7 @@ class KeepstepStep(bootsteps.StartStopStep):
         self._receiving: list[Service] = [
             self._sweeper,
             Commands(settings, _own_runtime(settings, graphs, worker_id, room.publish)),
-            Events(settings, worker_id),
+            Events(settings, worker_id, self._store),
         ]
         self._receiving += [Relay(settings, url) for url in settings.outboxes]
         self._living: list[Service] = [liveness]

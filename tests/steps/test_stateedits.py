@@ -111,7 +111,7 @@ def test_an_edit_while_a_decision_is_waited_for(deploy):
     assert d.checkpoints() == [(0, "input"), (1, "step"), (2, "edit"), (3, "step")]
     assert outside.calls == {"first": 1, "second": 1}
     assert outside.keys == [f"{thread_id}/0/2/ask/pay:{name}" for name in ("first", "second")]
-    assert [event.payload for event in d.reader.events("t")] == ["asking"]
+    assert [event.payload for event in d.reader.events("t", kind="node.emitted")] == ["asking"]
     assert {wait.status for wait in d.reader.waits("t")} == {"closed"}
     assert d.thread.steps == 2
 
@@ -130,7 +130,7 @@ def test_the_key_stays_through_several_edits(deploy):
     assert outside.calls == {"first": 1, "second": 1}
     assert pending_key(d) == ""
     assert [kind for _, kind in d.checkpoints()] == ["input", "step", "edit", "edit", "edit", "step"]
-    assert [event.payload for event in d.reader.events("t")] == ["asking"]
+    assert [event.payload for event in d.reader.events("t", kind="node.emitted")] == ["asking"]
 
 
 @pytest.mark.parametrize("kind", ["signal", "timer"])
@@ -368,7 +368,7 @@ def test_an_edit_while_some_node_runs_are_done(deploy):
     assert [kind for _, kind in d.checkpoints()] == ["input", "edit", "edit", "step", "step"]
     assert outside.calls == {f"part {number}": 1 for number in range(4)}
     assert all(key.startswith(f"{thread_id}/0/1/part#") for key in outside.keys)
-    assert sorted(event.payload for event in d.reader.events("t")) == ["asking 1", "asking 3"]
+    assert sorted(event.payload for event in d.reader.events("t", kind="node.emitted")) == ["asking 1", "asking 3"]
     assert {wait.status for wait in d.reader.waits("t")} == {"closed"}
 
 

@@ -381,6 +381,7 @@ def test_signed_where_only_signed_commands_are_taken(deployment, producer, wire,
     assert status(deployment) == "pay ein Viertel, 30 € for 81, says Zoë"
     assert deployment.query("SELECT actor, action FROM keepstep_audit ORDER BY id") == [
         ("shop", "start"),
+        ("unknown", "refused"),
         ("Zoë", "decide"),
     ]
     commands, replies = wire.sent()

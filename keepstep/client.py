@@ -17,7 +17,7 @@ from typing import TYPE_CHECKING, Any, Literal, Self
 
 import kombu
 
-from keepstep import blockage, errors, ids, outbox, signing, topics
+from keepstep import blockage, errors, ids, outbox, signing
 from keepstep import broker as brokers
 from keepstep.jsonvalue import checked_json
 from keepstep.link import Link, Replies
@@ -440,23 +440,22 @@ class Client:
 
     # --- listening ----------------------------------------------------------------------------------------------------
 
-    def events(self, queue: str, *, kind: str = "*", graph: str = "*", timeout: float | None = None) -> Subscription:
+    def events(
+        self, queue: str, *, kind: str = "*", graph: str | None = None, timeout: float | None = None
+    ) -> Subscription:
         """Return the tenant's events as they come, gathered in a durable queue of this name, from now on.
 
         Subscribers that share a queue share the events. `kind` is one of docs/messages.md, or `approval.*` and the
-        like; `graph` the name of one. The iteration ends when nothing came for `timeout` seconds; None: never. What
-        happened before there was the queue stands in the log: `Reader.events`.
+        like; `graph` the name of one, None for all. The iteration ends when nothing came for `timeout` seconds; None:
+        never. What happened before there was the queue stands in the log: `Reader.events`.
         """
-        family, _, rest = ids.checked_name("kind", kind).partition(".")
-        tenant, of_graph = topics.word(self._tenant), "*" if graph == "*" else topics.word(graph)
-        if kind != "*" and not rest:
-            message = f"kind: an event is called approval.opened, or approval.* and the like, not {kind!r}"
-            raise errors.InvalidInput(message)
         return Subscription(
             self._url,
             self._queue,
             ids.checked_name("queue", queue),
-            [f"{family}.{rest or '*'}.{tenant}.{of_graph}"],
+            tenant=self._tenant,
+            kind=ids.checked_name("kind", kind),
+            graph=None if graph is None else ids.checked_name("graph", graph),
             timeout=timeout,
             patience=self._timeout,
         )

@@ -10,7 +10,8 @@ from typing import TYPE_CHECKING, Any, Self
 
 import kombu
 
-from keepstep import topics
+from keepstep import eventkinds, topics
+from keepstep.errors import InvalidInput
 from keepstep.link import Link
 
 if TYPE_CHECKING:
@@ -33,8 +34,24 @@ class Subscription:
     """
 
     def __init__(
-        self, url: str, prefix: str, name: str, keys: list[str], *, timeout: float | None, patience: float
+        self,
+        url: str,
+        prefix: str,
+        name: str,
+        *,
+        tenant: str,
+        kind: str = "*",
+        graph: str | None = None,
+        timeout: float | None = None,
+        patience: float = 5.0,
     ) -> None:
+        """`kind` and `graph` as of `Client.events`. Raises `InvalidInput` for a queue that is the deployment's own."""
+        if name.startswith(f"{prefix}."):
+            message = f"queue: names that begin with '{prefix}.' are the deployment's own queues; choose another"
+            raise InvalidInput(message)
+        family, _, rest = eventkinds.checked(kind).partition(".")
+        keys = [f"{family}.{rest or '*'}.{topics.word(tenant)}.{'*' if graph is None else topics.word(graph)}"]
+        self._tenant, self._graph = tenant, graph
         self._link = Link(url, prefix, patience)
         self._queue = topics.queue(url, prefix, name, keys)
         self._timeout = timeout
@@ -57,12 +74,16 @@ class Subscription:
             while self._arrived:
                 message = self._arrived.popleft()
                 event = _event_in(message)
-                if event is not None:
+                if event is not None and self._is_wanted(event):
                     self._handled = message
                     return event
                 message.ack()
             if time.monotonic() >= deadline:
                 raise StopIteration
+
+    def _is_wanted(self, event: dict[str, Any]) -> bool:
+        """Whether an event is this tenant's and graph's: other names may be the same word in a routing key."""
+        return event.get("tenant") == self._tenant and self._graph in (None, event.get("graph"))
 
     def _take_in(self, channel: Any) -> None:
         if self._consuming_on is not channel:

@@ -11,6 +11,7 @@ from datetime import UTC, datetime
 from types import TracebackType
 from typing import Any, NamedTuple, Self
 
+from keepstep import eventkinds
 from keepstep import settings as settings_module
 from keepstep.errors import Ambiguous, ArtifactCorrupt, ArtifactsUnavailable, InvalidInput, NotFound
 from keepstep.runtime import delta
@@ -475,14 +476,8 @@ class Reader:
 
 
 def _pattern(kind: str | None) -> str | None:
-    """Return a kind, or the beginning of some, as SQL's LIKE wants it; raise `InvalidInput` when no kind is meant."""
-    if kind is None:
-        return None
-    beginning = kind.removesuffix("*")
-    if not any(each.startswith(beginning) if kind.endswith("*") else each == kind for each in events.KINDS):
-        message = f"kind: there is no event {kind!r}: use one of {', '.join(events.KINDS)}, or approval.* and the like"
-        raise InvalidInput(message)
-    return f"{beginning}%" if kind.endswith("*") else kind
+    """Return a kind, or the beginning of some, as SQL's LIKE wants it."""
+    return None if kind is None else eventkinds.checked(kind).replace("*", "%")
 
 
 def event_of(row: EventView, cursor: int) -> Event:

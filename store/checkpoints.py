@@ -13,6 +13,7 @@ import msgspec
 from sqlalchemy import BigInteger, Integer, LargeBinary, and_, case, cast, delete, func, insert, or_, select, update
 from sqlalchemy.sql.base import Executable
 
+from keepstep import eventkinds
 from keepstep.crashpoints import armed, reach
 from keepstep.errors import DatabaseUnavailable, StaleLease
 from keepstep.store import children, events, undoing
@@ -287,7 +288,7 @@ def _commit_with_company(store: Store, fence: Fence, new: NewCheckpoint, params:
         run_params = {"run_id": new.run_id, "status": new.status, "error": new.error, "run_steps": new.run_steps}
         if new.begins_run:
             transaction.run(_RUN_BEGINS, run_params)
-            events.record(transaction, fence.thread_id, events.STARTED, run_id=new.run_id)
+            events.record(transaction, fence.thread_id, eventkinds.STARTED, run_id=new.run_id)
         events.emit(transaction, fence, new.tenant, new.run_id, new.emitted)
         if is_undone:
             begun = undoing.begin(

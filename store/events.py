@@ -20,34 +20,11 @@ from typing import Any, NamedTuple
 from sqlalchemy import ColumnElement, Float, Text, case, cast, exists, func, insert, or_, select, update
 from sqlalchemy.sql.base import Executable
 
+from keepstep.eventkinds import EMITTED, OPENED, REMINDED
 from keepstep.store.engine import Store, Transaction
 from keepstep.store.leases import Fence
 from keepstep.store.schema import approval, event, mark, thread
 from keepstep.store.statements import Row, Statement, db_now, one_of, param
-
-EMITTED = "node.emitted"
-STARTED, THREAD_WAITING, THREAD_BLOCKED = "thread.started", "thread.waiting", "thread.blocked"
-THREAD_DONE, THREAD_FAILED, THREAD_CANCELLED = "thread.done", "thread.failed", "thread.cancelled"
-PAUSED, RESUMED, RETRIED = "thread.paused", "thread.resumed", "thread.retried"
-OPENED, REMINDED = "approval.opened", "approval.reminder"
-REASSIGNED, CLOSED = "approval.reassigned", "approval.closed"
-KINDS = {
-    STARTED: "A run has begun.",
-    THREAD_WAITING: "A node run waits: for people, a signal, a time or a child. It holds no worker.",
-    THREAD_BLOCKED: "The thread cannot go on before somebody has dealt with the error.",
-    THREAD_DONE: "A run has ended well.",
-    THREAD_FAILED: "A run has failed, and what it did was undone where it can be.",
-    THREAD_CANCELLED: "A run was cancelled.",
-    PAUSED: "Somebody has paused the thread: it takes no other step.",
-    RESUMED: "Somebody has taken the pause away.",
-    RETRIED: "A run that had failed, was blocked or cancelled goes on.",
-    OPENED: "People are asked: a new question, or one that was withdrawn and is asked again.",
-    REMINDED: "Nobody has answered yet, and the node wanted people to be reminded.",
-    REASSIGNED: "Others are asked: somebody has handed the question on, or nobody had answered in time.",
-    CLOSED: "A question is open no more: decided, expired or withdrawn.",
-    EMITTED: "A node has told the world something (`ctx.emit`).",
-}
-"""What each kind of event says."""
 
 PLACED, PUBLISHED = "placed", "published"
 

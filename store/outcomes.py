@@ -13,6 +13,7 @@ from typing import Any, NamedTuple
 from sqlalchemy import Integer, and_, case, cast, exists, insert, literal, select, update
 from sqlalchemy import Text as TextType
 
+from keepstep import eventkinds
 from keepstep.errors import StaleLease
 from keepstep.store import children, events, undoing, waits
 from keepstep.store.engine import Store, Transaction
@@ -362,7 +363,7 @@ def park(
         status, *row = transaction.rows(_PARK[fanned], params)[0]
         if status == WAITING:
             found = waits.open_of_run(transaction, fence.thread_id, step, run)
-            events.record(transaction, fence.thread_id, events.THREAD_WAITING, run=run, waits=found)
+            events.record(transaction, fence.thread_id, eventkinds.THREAD_WAITING, run=run, waits=found)
     return nudges if status == WAITING else [Nudge("node" if fanned else "step", *row), *nudges]
 
 
@@ -407,7 +408,7 @@ def _ask(transaction: Transaction, place: dict[str, Any], new: NewWait, asked: N
         "remind_seconds": asked.remind_seconds,
     }
     transaction.run(_INSERT_APPROVAL, {**place, **values, **payload})
-    events.record(transaction, place["thread_id"], events.OPENED, run=place["run"], approval_id=asked.id)
+    events.record(transaction, place["thread_id"], eventkinds.OPENED, run=place["run"], approval_id=asked.id)
 
 
 # --- ending badly ---

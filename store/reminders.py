@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from sqlalchemy import select, update
 
+from keepstep import eventkinds
 from keepstep.store import events, waits
 from keepstep.store.engine import Store
 from keepstep.store.schema import approval
@@ -42,7 +43,7 @@ def remind_due(store: Store, *, limit: int) -> int:
             if row is not None:
                 run, count = row
                 events.record(
-                    transaction, thread_id, events.REMINDED, run=run, approval_id=approval_id, reminders=count
+                    transaction, thread_id, eventkinds.REMINDED, run=run, approval_id=approval_id, reminders=count
                 )
                 reminded += 1
     return reminded

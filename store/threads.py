@@ -6,6 +6,7 @@ from typing import Any, NamedTuple
 
 from sqlalchemy import ColumnElement, Integer, case, cast, exists, func, insert, or_, select, update
 
+from keepstep import eventkinds
 from keepstep.store import children, events
 from keepstep.store.engine import Transaction
 from keepstep.store.leases import NUDGE_SECONDS, Nudge, nudge_columns, queue_of, released
@@ -507,13 +508,13 @@ def _place(found: ThreadState) -> dict[str, Any]:
 def pause(transaction: Transaction, found: ThreadState) -> None:
     """Let the running step finish and take no other."""
     transaction.run(_PAUSE, {"id": found.id})
-    events.record(transaction, found.id, events.PAUSED)
+    events.record(transaction, found.id, eventkinds.PAUSED)
 
 
 def resume(transaction: Transaction, found: ThreadState) -> list[Nudge]:
     """Take the pause away; return the nudges of what is due."""
     transaction.run(_RESUME, {"id": found.id})
-    events.record(transaction, found.id, events.RESUMED)
+    events.record(transaction, found.id, eventkinds.RESUMED)
     if found.status == READY:
         return [Nudge("step", found.id, found.version, found.queue, found.priority)]
     return [Nudge("node", *row) for row in transaction.rows(_RESUME_NODE_RUNS, _place(found))]
@@ -576,7 +577,7 @@ def take_up(transaction: Transaction, found: ThreadState, run_id: str, at: RunEn
     if at.begun or not at.newest:
         return []
     transaction.run(_QUEUE_RUN_AGAIN, {"run_id": run_id})
-    events.record(transaction, found.id, events.RETRIED, run_id=run_id)
+    events.record(transaction, found.id, eventkinds.RETRIED, run_id=run_id)
     return [Nudge("step", *transaction.rows(_QUEUE_AGAIN, {"id": found.id})[0])]
 
 
@@ -600,7 +601,7 @@ def retry(transaction: Transaction, found: ThreadState, step_limit: int | None) 
     that is being undone the undoing goes on, and nothing else.
     """
     place = _place(found)
-    events.record(transaction, found.id, events.RETRIED)
+    events.record(transaction, found.id, eventkinds.RETRIED)
     if found.undoing:
         retried = transaction.rows(_RETRY, {"id": found.id, "status": READY, "pending": 0, "step_limit": None})[0]
         for run_id, spawned in transaction.rows(_RESUME_UNDOING, place):
@@ -625,7 +626,7 @@ def retry_blocked_run(transaction: Transaction, found: ThreadState, run: str) ->
     """Run one blocked node run of a fan-out again, and none beside it; return its nudge."""
     rows = transaction.rows(_RETRY_BLOCKED_RUN, {**_place(found), "run": run})
     if rows:
-        events.record(transaction, found.id, events.RETRIED, run=run)
+        events.record(transaction, found.id, eventkinds.RETRIED, run=run)
     if rows and found.status == BLOCKED:
         transaction.run(_RETRY, {"id": found.id, "status": WAITING, "pending": 1, "step_limit": None})
     elif rows:
@@ -638,7 +639,7 @@ def retry_beside(transaction: Transaction, found: ThreadState) -> list[Nudge]:
     again = transaction.rows(_RETRY_NODE_RUNS, _place(found)) if found.fanned else []
     if again:
         transaction.run(_RETRY_BESIDE, {"id": found.id, "pending": len(again)})
-        events.record(transaction, found.id, events.RETRIED)
+        events.record(transaction, found.id, eventkinds.RETRIED)
     return [Nudge("node", *row) for row in again]
 
 

@@ -14,6 +14,7 @@ from sqlalchemy import Text as TextType
 from sqlalchemy import and_, case, cast, exists, func, insert, or_, select, update
 from sqlalchemy.sql.base import Executable
 
+from keepstep import eventkinds
 from keepstep.store import events
 from keepstep.store.engine import Store, Transaction
 from keepstep.store.leases import NUDGE_SECONDS, Nudge, nudge_columns
@@ -269,7 +270,7 @@ _STARTED_BY = Statement(
 def assign(transaction: Transaction, found: ApprovalState, asked: list[str], *, by: str) -> None:
     """Ask others from now on, because somebody says so. The approval is locked."""
     transaction.run(_ASSIGN, {"id": found.id, "assigned": json.dumps(asked)})
-    events.record(transaction, found.thread_id, events.REASSIGNED, approval_id=found.id, to=asked, by=by)
+    events.record(transaction, found.thread_id, eventkinds.REASSIGNED, approval_id=found.id, to=asked, by=by)
 
 
 def started_by(transaction: Transaction, thread_id: str) -> str | None:
@@ -320,7 +321,7 @@ def close_approval(
     transaction.run(_CLOSE, {"id": approval_id, "status": status})
     key = WaitKey(*transaction.rows(_OF_APPROVAL, {"approval_id": approval_id})[0])
     said = {"status": status} if by is None else {"status": status, "by": by}
-    events.record(transaction, key.thread_id, events.CLOSED, run=key.run, approval_id=approval_id, **said)
+    events.record(transaction, key.thread_id, eventkinds.CLOSED, run=key.run, approval_id=approval_id, **said)
     return answer(transaction, key, payload)
 
 
@@ -429,7 +430,7 @@ def _escalated(transaction: Transaction, approval_id: str) -> bool:
     due_at, thread_id, assigned = row
     transaction.run(_MOVE_DUE, {"approval_id": approval_id, "due_at": due_at})
     asked = json.loads(assigned or "[]")
-    events.record(transaction, thread_id, events.REASSIGNED, approval_id=approval_id, to=asked)
+    events.record(transaction, thread_id, eventkinds.REASSIGNED, approval_id=approval_id, to=asked)
     return True
 
 
@@ -481,7 +482,9 @@ def withdraw(transaction: Transaction, thread_id: str) -> None:
     """Close every open wait and approval of a thread that ends. The thread's lock is held."""
     transaction.run(_CLOSE_WAITS, {"thread_id": thread_id})
     for approval_id, run_name in transaction.rows(_WITHDRAW, {"thread_id": thread_id}):
-        events.record(transaction, thread_id, events.CLOSED, run=run_name, approval_id=approval_id, status="withdrawn")
+        events.record(
+            transaction, thread_id, eventkinds.CLOSED, run=run_name, approval_id=approval_id, status="withdrawn"
+        )
 
 
 # Only what a cancel closed has no answer.
@@ -517,4 +520,4 @@ def ask_again(transaction: Transaction, thread_id: str, branch: int, seq: int) -
     params = {"thread_id": thread_id, "branch": branch, "seq": seq}
     transaction.run(_REOPEN_WAITS, params)
     for approval_id, run_name in transaction.rows(_REOPEN_APPROVALS, params):
-        events.record(transaction, thread_id, events.OPENED, run=run_name, approval_id=approval_id)
+        events.record(transaction, thread_id, eventkinds.OPENED, run=run_name, approval_id=approval_id)

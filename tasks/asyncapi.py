@@ -11,10 +11,9 @@ from typing import Any
 
 from pydantic.json_schema import GenerateJsonSchema, models_json_schema
 
-from keepstep import broker, topics
+from keepstep import broker, eventkinds, topics
 from keepstep.settings import Settings
 from keepstep.signing import ALGORITHMS
-from keepstep.store import events
 from keepstep.tasks import contractpage, messages, refusalcodes
 
 _PREFIX = "{prefix}"
@@ -276,7 +275,7 @@ def _channels() -> dict[str, Any]:
             "description": f"The routing key on the durable topic exchange `{topics.exchange_name(_PREFIX)}`; a "
             "consumer binds a queue of its own. Redis: a binding is an element of a set, and the queue is a list.",
             "parameters": {
-                "event": {"enum": list(events.KINDS), "description": "What kind of thing happened."},
+                "event": {"enum": list(eventkinds.KINDS), "description": "What kind of thing happened."},
                 "tenant": {"description": word},
                 "graph": {"description": word},
             },

@@ -8,9 +8,9 @@ from typing import Any
 
 from pydantic import BaseModel
 
+from keepstep import eventkinds
 from keepstep.errors import InvalidMessage
 from keepstep.runtime.reader import Event
-from keepstep.store import events
 from keepstep.tasks import refusalcodes
 from keepstep.tasks.messages import MODELS, VERSION, ErrorPart, EventMessage, Reply, event, reply
 
@@ -92,22 +92,23 @@ U+0016 between them; of the pattern `*` is `[^.]+` there and `#` is `.*?`. Worke
 queue that is bound, up to 100,000; for a queue that nobody empties the rest stays in the log.
 """
 _PAYLOADS = {
-    events.STARTED: "none",
-    events.THREAD_WAITING: "`waits`: list of {`kind`: `approval`, `signal`, `timer` or `child`, `approval`, `signal`, "
-    "`key`, `due_at`}",
-    events.THREAD_BLOCKED: "`error`: {`code`, `message`, …}",
-    events.THREAD_DONE: "none",
-    events.THREAD_FAILED: "`error`: {`code`, `message`, …}",
-    events.THREAD_CANCELLED: "`error`: {`code`, `message`, `by`}",
-    events.PAUSED: "none",
-    events.RESUMED: "none",
-    events.RETRIED: "none",
-    events.OPENED: "`kind` (`approve` or `ask`), `question`, `arguments`, `context`, `to`, `schema`, `choices`, "
+    eventkinds.STARTED: "none",
+    eventkinds.THREAD_WAITING: "`waits`: list of {`kind`: `approval`, `signal`, `timer` or `child`, `approval`, "
+    "`signal`, `key`, `due_at`}",
+    eventkinds.THREAD_BLOCKED: "`error`: {`code`, `message`, …}",
+    eventkinds.THREAD_DONE: "none",
+    eventkinds.THREAD_FAILED: "`error`: {`code`, `message`, …}",
+    eventkinds.THREAD_CANCELLED: "`error`: {`code`, `message`, `by`}",
+    eventkinds.PAUSED: "none",
+    eventkinds.RESUMED: "none",
+    eventkinds.RETRIED: "none",
+    eventkinds.OPENED: "`kind` (`approve` or `ask`), `question`, `arguments`, `context`, `to`, `schema`, `choices`, "
     "`quorum`, `on_expiry`, `expires_at` (seconds since 1970)",
-    events.REMINDED: "as of `approval.opened`, and `reminders`: how many there were",
-    events.REASSIGNED: "`to`, and `by` when somebody did it",
-    events.CLOSED: "`status`: `approved`, `rejected`, `answered`, `changes_requested`, `expired` or `withdrawn`; `by`",
-    events.EMITTED: "what was emitted",
+    eventkinds.REMINDED: "as of `approval.opened`, and `reminders`: how many there were",
+    eventkinds.REASSIGNED: "`to`, and `by` when somebody did it",
+    eventkinds.CLOSED: "`status`: `approved`, `rejected`, `answered`, `changes_requested`, `expired` or `withdrawn`; "
+    "`by`",
+    eventkinds.EMITTED: "what was emitted",
 }
 _EXAMPLES: dict[str, dict[str, Any]] = {
     "start": {"graph": "refunds", "thread": "order-81", "input": {"order_id": "81", "amount": "12.50"}},
@@ -151,7 +152,7 @@ def example_event() -> dict[str, Any]:
     found = Event(
         cursor=1207,
         id=1209,
-        kind=events.OPENED,
+        kind=eventkinds.OPENED,
         tenant="default",
         application="default",
         graph="refunds",
@@ -196,7 +197,7 @@ def markdown() -> str:
         f"{_fenced(example_reply())}\n{_fenced(example_reply(refused=True))}"
     )
     parts.append(f"{_REFUSALS}\n{refusalcodes.markdown()}")
-    kinds = "\n".join(f"| `{kind}` | {text} | {_PAYLOADS[kind]} |" for kind, text in events.KINDS.items())
+    kinds = "\n".join(f"| `{kind}` | {text} | {_PAYLOADS[kind]} |" for kind, text in eventkinds.KINDS.items())
     parts.append(
         f"## Events\n\n{_ABOUT_EVENTS}\n{_table(EventMessage)}\n| event | what happened | payload |\n|---|---|---|\n"
         f"{kinds}\n\n{_fenced(example_event())}"

@@ -14,11 +14,13 @@ const ANSWER_SECONDS = 2; // more than a request that waits says that it waits
 export class Listener {
   #redis;
   #queue;
+  #tenant;
 
   /** `kind`: `approval.opened`, `approval.*` or `*`. */
   static async open(queue, { broker, prefix = "keepstep", tenant = "default", kind = "*", timeoutSeconds = 10 }) {
     const listener = new Listener();
     listener.#queue = queue;
+    listener.#tenant = tenant;
     listener.#redis = await Redis.connect(broker, timeoutSeconds);
     const [family, rest = "*"] = kind.split(".");
     const pattern = `${family}.${rest}.${tenant.replace(/[^A-Za-z0-9_-]/g, "_").slice(0, 80)}.*`;
@@ -41,7 +43,8 @@ export class Listener {
       const message = await this.#redis.ask(request, WAIT_SECONDS + ANSWER_SECONDS);
       if (message === null) continue;
       const event = JSON.parse(Buffer.from(JSON.parse(message).body, "base64").toString());
-      const goesOn = await handle(event);
+      // Another tenant's name may be the same word in a routing key.
+      const goesOn = event.tenant === this.#tenant ? await handle(event) : true;
       await this.#redis.ask(["LREM", this.#handling, "1", message]);
       if (goesOn === false) return;
     }

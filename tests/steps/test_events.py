@@ -4,13 +4,14 @@ from __future__ import annotations
 
 import json
 import threading
-import time
 from datetime import timedelta
+from types import SimpleNamespace
 from typing import Annotated, TypedDict
 
 import pytest
 
-from keepstep import END, START, Graph, Send, append
+from keepstep import END, START, Graph, Send, append, eventkinds
+from keepstep.cli import events as command
 from keepstep.cli.program import run
 from keepstep.errors import InvalidInput
 from keepstep.store import events, outcomes
@@ -285,7 +286,7 @@ def test_an_event_that_is_committed_late_comes_after_those_that_were_read(served
 
     def slowly():
         with d.open().transaction() as transaction:
-            events.record(transaction, thread_ids["late"], events.PAUSED)
+            events.record(transaction, thread_ids["late"], eventkinds.PAUSED)
             written.set()
             assert go_on.wait(20)
 
@@ -293,7 +294,7 @@ def test_an_event_that_is_committed_late_comes_after_those_that_were_read(served
     slow.start()
     assert written.wait(20)
     with d.store.transaction() as transaction:
-        events.record(transaction, thread_ids["early"], events.PAUSED)
+        events.record(transaction, thread_ids["early"], eventkinds.PAUSED)
     place_all(d)
     [first] = d.reader.events()
     go_on.set()
@@ -354,6 +355,8 @@ def test_one_publishes_at_a_time_until_it_is_given_up(timed, clock):
     [
         ({"kind": "approval"}, "kind: there is no event 'approval'"),
         ({"kind": "nothing.*"}, "kind: there is no event 'nothing.\\*'"),
+        ({"kind": "appr*"}, "kind: there is no event 'appr\\*'"),
+        ({"kind": "%"}, "kind: there is no event '%'"),
         ({"graph": "told"}, "graph: name a thread of it, too"),
     ],
 )
@@ -427,7 +430,7 @@ def test_the_command_follows_what_happens(deploy, monkeypatch, capsys):
         d.drain()
         place_all(d)
 
-    monkeypatch.setattr(time, "sleep", happens)
+    monkeypatch.setattr(command, "time", SimpleNamespace(sleep=happens))
     assert run(["events", "--database", d.url, "--after", "2", "--follow", "--json"]) == 130
     found = [json.loads(line) for line in capsys.readouterr().out.splitlines()]
     assert [(each["cursor"], each["kind"]) for each in found] == [

@@ -8,8 +8,7 @@ import re
 import jsonschema
 import pytest
 
-from keepstep import errors, topics
-from keepstep.store import events
+from keepstep import errors, eventkinds, topics
 from keepstep.tasks import asyncapi, messages
 from tests.contract import DOCUMENT, Contract
 from tests.unit.test_messages import (
@@ -101,7 +100,7 @@ def test_events_go_by_the_routing_key_that_workers_publish_under():
     operation = CONTRACT.document["operations"]["tellEvent"]
     assert operation["action"] == "send"
     channel = resolved(operation["channel"]["$ref"])
-    assert channel["parameters"]["event"]["enum"] == list(events.KINDS)
+    assert channel["parameters"]["event"]["enum"] == list(eventkinds.KINDS)
     key = channel["address"].format(event="thread.done", tenant=topics.word("acme.org"), graph=topics.word("re funds"))
     assert key == topics.routing_key("thread.done", "acme.org", "re funds") == "thread.done.acme_org.re_funds"
     assert channel["bindings"]["amqp"]["exchange"]["name"] == topics.exchange_name("keepstep") == "keepstep.events"

@@ -166,7 +166,26 @@ def test_a_deployment_may_keep_its_events_to_the_log(embedded):
     assert embedded.query("SELECT position FROM keepstep_mark WHERE name = 'published'") == [(0,)]
 
 
-@pytest.mark.parametrize("kind", ["approval", "", "\n"])
+def test_names_that_are_one_word_in_a_routing_key_are_told_apart(embedded):
+    embedded.worker()
+    clients = {tenant: keepstep.Client(settings=embedded.settings, tenant=tenant) for tenant in ("a.b", "a_b", "a*b")}
+    heard_by = {tenant: client.events(f"of {tenant}", timeout=3) for tenant, client in clients.items()}
+    for tenant, client in clients.items():
+        client.start("chain", f"thread of {tenant}", {}).accepted(30)
+    for tenant, subscription in heard_by.items():
+        assert heard(subscription, 2) == [(f"thread of {tenant}", kind) for kind in CHAIN]
+        assert list(subscription) == []
+        subscription.close()
+        clients[tenant].close()
+
+
+@pytest.mark.parametrize("queue", ["keepstep.commands", "keepstep.nudges.chain", "keepstep.replies.x", "", "\n"])
+def test_a_queue_of_the_deployments_own_is_refused(queue, tmp_path):
+    with keepstep.Client(f"file://{tmp_path}/broker") as client, pytest.raises(InvalidInput, match="queue"):
+        client.events(queue)
+
+
+@pytest.mark.parametrize("kind", ["approval", "thread.exploded", "appr*", "", "\n"])
 def test_a_kind_that_is_none_is_refused(kind, tmp_path):
     with keepstep.Client(f"file://{tmp_path}/broker") as client, pytest.raises(InvalidInput, match="kind"):
         client.events("q", kind=kind)

@@ -243,6 +243,7 @@ class Client:
         graph: str | None = None,
         key: str | None = None,
         id: str | None = None,  # noqa: A002  the message's word
+        by: str | None = None,
     ) -> Receipt:
         """Send `thread` the signal `name`. Two signals with one `id` are one."""
         return self._send(
@@ -253,6 +254,7 @@ class Client:
             application=self._application,
             name=name,
             key=key,
+            by=by,
             nullable={"payload": payload},
         )
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import re
 import time
 from collections import deque
 from contextlib import suppress
@@ -28,9 +29,10 @@ class Subscription:
     """Iterates over events, each a dict as docs/messages.md describes it; for one thread.
 
     The queue is made when the subscription is, and gathers what comes while nobody iterates, also after `close`. An
-    event is acknowledged when the next one is asked for, or the iteration ends: one whose handling failed comes again,
-    and any may come twice (its `position` tells). `timeout`: end the iteration when nothing came for so many seconds;
-    None: never. Raises `BrokerUnavailable` when the broker cannot be reached for `patience` seconds.
+    event is acknowledged when the next one is asked for, or the subscription is left without an error: one whose
+    handling failed comes again, and any may come twice (its `position` tells). `timeout`: end the iteration when
+    nothing came for so many seconds; None: never. Raises `BrokerUnavailable` when the broker cannot be reached for
+    `patience` seconds.
     """
 
     def __init__(
@@ -52,6 +54,7 @@ class Subscription:
         family, _, rest = eventkinds.checked(kind).partition(".")
         keys = [f"{family}.{rest or '*'}.{topics.word(tenant)}.{'*' if graph is None else topics.word(graph)}"]
         self._tenant, self._graph = tenant, graph
+        self._kind = re.compile(re.escape(kind).replace(r"\*", ".*"))
         self._link = Link(url, prefix, patience)
         self._queue = topics.queue(url, prefix, name, keys)
         self._timeout = timeout
@@ -63,7 +66,10 @@ class Subscription:
         self._link.run(lambda channel: self._queue(channel).declare(), time.monotonic() + patience)
 
     def __iter__(self) -> Self:
-        """Return itself."""
+        """Begin, or go on: a loop that was left in the middle of an event begins with that one again."""
+        if self._handled is not None:
+            self._arrived.appendleft(self._handled)
+            self._handled = None
         return self
 
     def __next__(self) -> dict[str, Any]:
@@ -82,8 +88,12 @@ class Subscription:
                 raise StopIteration
 
     def _is_wanted(self, event: dict[str, Any]) -> bool:
-        """Whether an event is this tenant's and graph's: other names may be the same word in a routing key."""
-        return event.get("tenant") == self._tenant and self._graph in (None, event.get("graph"))
+        """Whether an event is what this subscription is for.
+
+        Other names may be the same word in a routing key, and the queue may be bound for other kinds from before.
+        """
+        is_theirs = event.get("tenant") == self._tenant and self._graph in (None, event.get("graph"))
+        return is_theirs and self._kind.fullmatch(event["event"]) is not None
 
     def _take_in(self, channel: Any) -> None:
         if self._consuming_on is not channel:

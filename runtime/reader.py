@@ -127,6 +127,8 @@ class Approval:
     """How often its people are reminded while it is open; None: never."""
     reminders: int
     """How often they were."""
+    escalated: bool
+    """Whether it has gone to those in `escalate_to` already."""
 
 
 @dataclass(frozen=True)
@@ -430,6 +432,7 @@ class Reader:
                     row.started_by,
                     row.remind_seconds,
                     row.reminders,
+                    bool(row.escalated),
                 )
             )
         return found
@@ -459,6 +462,10 @@ class Reader:
         within a second; a thread's are there at once.
         """
         pattern = _pattern(kind)
+        for name, value, least in (("after", after, 0), ("limit", limit, 1)):
+            if type(value) is not int or value < least:
+                message = f"{name}: a whole number from {least} on is needed, not {value!r:.50}"
+                raise InvalidInput(message)
         if thread is not None:
             thread_id = self._one(thread, graph).id
             found = events.of_thread(self._store, thread_id, after=after, limit=limit, kind=pattern, latest=latest)
@@ -487,14 +494,10 @@ def event_of(row: EventView, cursor: int) -> Event:
     if detail:
         payload = detail
     if row.question is not None:
-        payload = {
-            **detail,
-            "kind": row.asks,
-            **{name: value for name, value in view(row.question).items() if value is not None},
-            "quorum": row.quorum,
-            "on_expiry": row.on_expiry,
-            "expires_at": row.expires_at,
-        }
+        asked = {name: value for name, value in view(row.question).items() if value is not None}
+        if "schema" in asked:
+            asked["schema"] = json.loads(asked["schema"])
+        payload = {"kind": row.asks, **asked, "quorum": row.quorum, "on_expiry": row.on_expiry, **detail}
     return Event(
         cursor,
         row.id,

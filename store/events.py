@@ -20,7 +20,7 @@ from typing import Any, NamedTuple
 from sqlalchemy import ColumnElement, Float, Text, case, cast, exists, func, insert, or_, select, update
 from sqlalchemy.sql.base import Executable
 
-from keepstep.eventkinds import EMITTED, OPENED, REMINDED
+from keepstep.eventkinds import EMITTED, OPENED, REASSIGNED, REMINDED
 from keepstep.store.engine import Store, Transaction
 from keepstep.store.leases import Fence
 from keepstep.store.schema import approval, event, mark, thread
@@ -56,11 +56,10 @@ class EventView(NamedTuple):
     approval_id: str | None
     at: float
     question: bytes | None
-    """Of the approval that was opened or is reminded of, as are the following; `expires_at` as it is now."""
+    """Of an approval that people are told of, as are the following."""
     asks: str | None
     quorum: int | None
     on_expiry: str | None
-    expires_at: float | None
 
 
 # --- writing ---
@@ -295,11 +294,13 @@ _OPENED = {
     "asks": approval.c.kind,
     "quorum": approval.c.quorum,
     "on_expiry": approval.c.on_expiry,
-    "expires_at": approval.c.expires_at,
 }
 _COLUMNS: dict[str, ColumnElement[Any]] = {
     **{column.name: column for column in event.c},
-    **{name: case((one_of(event.c.kind, (OPENED, REMINDED)), column), else_=None) for name, column in _OPENED.items()},
+    **{
+        name: case((one_of(event.c.kind, (OPENED, REMINDED, REASSIGNED)), column), else_=None)
+        for name, column in _OPENED.items()
+    },
     "application": thread.c.application,
     "agent": thread.c.agent,
     "thread": thread.c.name,

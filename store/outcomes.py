@@ -259,24 +259,28 @@ def node_runs(store: Store, thread_id: str, branch: int, seq: int) -> list[NodeR
 # --- parking ---
 
 _INSERT_APPROVAL = Statement(
-    lambda _dialect: insert(approval).values(
-        id=param("id"),
-        tenant=param("tenant"),
-        thread_id=param("thread_id"),
-        step=param("step"),
-        run=param("run"),
-        occurrence=param("occurrence"),
-        kind=param("kind"),
-        status="open",
-        question=param("question"),
-        quorum=param("quorum"),
-        on_expiry=param("on_expiry"),
-        escalate_to=param("escalate_to"),
-        expires_seconds=param("seconds"),
-        expires_at=db_now() + param("seconds"),
-        remind_seconds=param("remind_seconds"),
-        remind_at=db_now() + param("remind_seconds"),
-        created_at=db_now(),
+    lambda _dialect: (
+        insert(approval)
+        .values(
+            id=param("id"),
+            tenant=param("tenant"),
+            thread_id=param("thread_id"),
+            step=param("step"),
+            run=param("run"),
+            occurrence=param("occurrence"),
+            kind=param("kind"),
+            status="open",
+            question=param("question"),
+            quorum=param("quorum"),
+            on_expiry=param("on_expiry"),
+            escalate_to=param("escalate_to"),
+            expires_seconds=param("seconds"),
+            expires_at=db_now() + param("seconds"),
+            remind_seconds=param("remind_seconds"),
+            remind_at=db_now() + param("remind_seconds"),
+            created_at=db_now(),
+        )
+        .returning(approval.c.expires_at)
     )
 )
 _INSERT_WAIT = Statement(
@@ -407,8 +411,15 @@ def _ask(transaction: Transaction, place: dict[str, Any], new: NewWait, asked: N
         "escalate_to": asked.escalate_to,
         "remind_seconds": asked.remind_seconds,
     }
-    transaction.run(_INSERT_APPROVAL, {**place, **values, **payload})
-    events.record(transaction, place["thread_id"], eventkinds.OPENED, run=place["run"], approval_id=asked.id)
+    [(expires_at,)] = transaction.rows(_INSERT_APPROVAL, {**place, **values, **payload})
+    events.record(
+        transaction,
+        place["thread_id"],
+        eventkinds.OPENED,
+        run=place["run"],
+        approval_id=asked.id,
+        **waits.as_asked(None, expires_at),
+    )
 
 
 # --- ending badly ---

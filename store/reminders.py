@@ -24,7 +24,7 @@ _REMIND = Statement(
         .where(approval.c.id == param("id"), approval.c.status == "open", approval.c.remind_at <= db_now())
         # Not from when it was due: what was missed while nothing ran is told once.
         .values(remind_at=db_now() + approval.c.remind_seconds, reminders=approval.c.reminders + 1)
-        .returning(approval.c.run, approval.c.reminders)
+        .returning(approval.c.run, approval.c.reminders, approval.c.assigned, approval.c.expires_at)
     )
 )
 
@@ -41,9 +41,8 @@ def remind_due(store: Store, *, limit: int) -> int:
                 continue
             row = transaction.row(_REMIND, {"id": approval_id})
             if row is not None:
-                run, count = row
-                events.record(
-                    transaction, thread_id, eventkinds.REMINDED, run=run, approval_id=approval_id, reminders=count
-                )
+                run, count, *asked = row
+                said = {**waits.as_asked(*asked), "reminders": count}
+                events.record(transaction, thread_id, eventkinds.REMINDED, run=run, approval_id=approval_id, **said)
                 reminded += 1
     return reminded

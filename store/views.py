@@ -114,6 +114,8 @@ class ApprovalView(NamedTuple):
     assigned: str | None
     """Who is asked now (JSON); None: those whom the question names."""
     escalate_to: str | None
+    escalated: int
+    """1: it has gone to those already."""
     started_by: str | None
     """Who started the thread's present run."""
     remind_seconds: float | None

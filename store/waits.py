@@ -256,7 +256,12 @@ _CLOSE = Statement(
 
 
 _ASSIGN = Statement(
-    lambda _dialect: update(approval).where(approval.c.id == param("id")).values(assigned=param("assigned"))
+    lambda _dialect: (
+        update(approval)
+        .where(approval.c.id == param("id"))
+        .values(assigned=param("assigned"))
+        .returning(approval.c.assigned, approval.c.expires_at)
+    )
 )
 _STARTED_BY = Statement(
     lambda _dialect: (
@@ -267,10 +272,17 @@ _STARTED_BY = Statement(
 )
 
 
+def as_asked(assigned: str | None, expires_at: float | None) -> dict[str, Any]:
+    """Return who is asked by now, when others are than at first, and until when, as an event tells it."""
+    asked = {} if assigned is None else {"to": json.loads(assigned)}
+    return {**asked, "expires_at": expires_at}
+
+
 def assign(transaction: Transaction, found: ApprovalState, asked: list[str], *, by: str) -> None:
     """Ask others from now on, because somebody says so. The approval is locked."""
-    transaction.run(_ASSIGN, {"id": found.id, "assigned": json.dumps(asked)})
-    events.record(transaction, found.thread_id, eventkinds.REASSIGNED, approval_id=found.id, to=asked, by=by)
+    [row] = transaction.rows(_ASSIGN, {"id": found.id, "assigned": json.dumps(asked)})
+    said = {**as_asked(*row), "by": by}
+    events.record(transaction, found.thread_id, eventkinds.REASSIGNED, approval_id=found.id, **said)
 
 
 def started_by(transaction: Transaction, thread_id: str) -> str | None:
@@ -429,8 +441,8 @@ def _escalated(transaction: Transaction, approval_id: str) -> bool:
         return False
     due_at, thread_id, assigned = row
     transaction.run(_MOVE_DUE, {"approval_id": approval_id, "due_at": due_at})
-    asked = json.loads(assigned or "[]")
-    events.record(transaction, thread_id, eventkinds.REASSIGNED, approval_id=approval_id, to=asked)
+    said = as_asked(assigned, due_at)
+    events.record(transaction, thread_id, eventkinds.REASSIGNED, approval_id=approval_id, **said)
     return True
 
 
@@ -510,7 +522,7 @@ _REOPEN_APPROVALS = Statement(
             exists().where(wait.c.approval_id == approval.c.id, wait.c.status == "open"),
         )
         .values(status="open", closed_at=None, remind_at=db_now() + approval.c.remind_seconds)
-        .returning(approval.c.id, approval.c.run)
+        .returning(approval.c.id, approval.c.run, approval.c.assigned, approval.c.expires_at)
     )
 )
 
@@ -519,5 +531,6 @@ def ask_again(transaction: Transaction, thread_id: str, branch: int, seq: int) -
     """Take `withdraw` back for the step under way, when its run is not cancelled any more. The thread is locked."""
     params = {"thread_id": thread_id, "branch": branch, "seq": seq}
     transaction.run(_REOPEN_WAITS, params)
-    for approval_id, run_name in transaction.rows(_REOPEN_APPROVALS, params):
-        events.record(transaction, thread_id, eventkinds.OPENED, run=run_name, approval_id=approval_id)
+    for approval_id, run_name, *asked in transaction.rows(_REOPEN_APPROVALS, params):
+        said = as_asked(*asked)
+        events.record(transaction, thread_id, eventkinds.OPENED, run=run_name, approval_id=approval_id, **said)

@@ -105,7 +105,7 @@ _PAYLOADS = {
     eventkinds.OPENED: "`kind` (`approve` or `ask`), `question`, `arguments`, `context`, `to`, `schema`, `choices`, "
     "`quorum`, `on_expiry`, `expires_at` (seconds since 1970)",
     eventkinds.REMINDED: "as of `approval.opened`, and `reminders`: how many there were",
-    eventkinds.REASSIGNED: "`to`, and `by` when somebody did it",
+    eventkinds.REASSIGNED: "as of `approval.opened`, and `by` when somebody did it",
     eventkinds.CLOSED: "`status`: `approved`, `rejected`, `answered`, `changes_requested`, `expired` or `withdrawn`; "
     "`by`",
     eventkinds.EMITTED: "what was emitted",

@@ -68,12 +68,17 @@ def signal(
         str | None, typer.Option("--id", metavar="ID", help="Two signals with one id are one.")
     ] = None,
     graph: GraphName = None,
+    by: By = None,
 ) -> None:
     """Send a thread a signal. One that comes before anybody waits for it is kept."""
+    from keepstep.cli.output import short
+
     value = None if payload is None else read_value(payload, "PAYLOAD", text=text)
+    said = "" if payload is None else f" with the {'text' if isinstance(value, str) else 'JSON'} {short(value)}"
+    who = by or values.this_user()
     with session.client() as client:
-        receipt = client.signal(thread, name, value, graph=graph, key=key, id=signal_id)
-        report(session, receipt, f"signal {name} accepted for {thread}", payload=value)
+        receipt = client.signal(thread, name, value, graph=graph, key=key, id=signal_id, by=who)
+        report(session, receipt, f"signal {name} accepted for {thread}{said}", payload=value)
 
 
 def read_value(written: str, what: str, *, text: bool) -> Any:

@@ -64,7 +64,7 @@ def events(
         wanted: dict[str, Any] = {"thread": thread, "graph": graph, "kind": kind}
         found = reader.events(**wanted, after=after or 0, limit=limit, latest=after is None)
         if not follow:
-            _answer(session, found)
+            _answer(session, found, after)
             return
         last = after or 0
         while True:
@@ -79,7 +79,7 @@ def events(
             found = reader.events(**wanted, after=last, limit=_PAGE)
 
 
-def _answer(session: Session, found: list[Event]) -> None:
+def _answer(session: Session, found: list[Event], after: int | None) -> None:
     from keepstep.cli import records
 
     if session.as_json:
@@ -88,7 +88,8 @@ def _answer(session: Session, found: list[Event]) -> None:
     for each in found:
         session.output.line(_line(each))
     if not found:
-        session.output.line("nothing has happened here (what just has needs a worker's second to stand in the log)")
+        since = f"since {after}" if after else "here"
+        session.output.line(f"nothing has happened {since} (what just has needs a worker's second to stand in the log)")
 
 
 def _line(found: Event) -> str:

@@ -87,7 +87,7 @@ def approvals(
     if approval is not None and not found:
         message = (
             f"there is no approval {approval!r}, and no thread of that name asks: {session.hint('approvals')} lists "
-            "those that are open"
+            f"those that are open, {session.hint('approvals --status all')} those that were decided, too"
         )
         raise NotFound(message)
     if session.as_json:
@@ -156,14 +156,18 @@ def needs(session: Session, found: Approval, decisions: list[dict[str, Any]]) ->
 
 
 def _expiry(found: Approval, when: str) -> str:
-    escalated = f"it goes to {', '.join(found.escalate_to)}"
+    escalated = _WHEN_NOBODY_ANSWERS["reject"] if found.escalated else f"it goes to {', '.join(found.escalate_to)}"
     return f"{when}; without an answer {_WHEN_NOBODY_ANSWERS.get(found.on_expiry, escalated)}"
 
 
 def _decided(decision: dict[str, Any]) -> str:
+    from keepstep.cli.output import short
+
+    edited = decision.get("arguments")
     comment = f" ({decision['comment']})" if decision.get("comment") else ""
     place = f" in the place of {decision['place']}" if decision.get("place") else ""
-    return f"{decision['verdict']} by {decision['by']}{place}{comment}"
+    instead = "" if edited is None else f" with {short(edited)} instead"
+    return f"{decision['verdict']} by {decision['by']}{place}{instead}{comment}"
 
 
 # --- the commands that decide -----------------------------------------------------------------------------------------

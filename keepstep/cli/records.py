@@ -200,6 +200,7 @@ def approval(found: Approval, decisions: Iterable[dict[str, Any]] = ()) -> dict[
         "quorum": found.quorum,
         "self_approval": found.self_approval,
         "started_by": found.started_by,
+        "escalated": found.escalated,
         "remind_seconds": found.remind_seconds,
         "reminders": found.reminders,
         "decisions": list(decisions),

@@ -75,7 +75,8 @@ def test_a_question_is_told_with_all_that_is_needed_to_answer_it(deploy):
     approval = d.approvals()[0].id
     _, opened, waiting = d.reader.events(d.name)
     assert (opened.kind, opened.approval, opened.node) == ("approval.opened", approval, "body")
-    assert isinstance(opened.payload.pop("expires_at"), float)
+    expires_at = opened.payload.pop("expires_at")
+    assert expires_at == pytest.approx(opened.at.timestamp() + 60, abs=5)
     assert opened.payload == {
         "kind": "approve",
         "question": "Pay?",
@@ -94,8 +95,9 @@ def test_a_question_is_told_with_all_that_is_needed_to_answer_it(deploy):
     d.decide("delegate", by="bert", to=["chris"])
     d.decide("approve", by="chris", approval=approval)
     d.drain()
+    reassigned = {**opened.payload, "expires_at": expires_at, "to": ["finance", "chris"], "by": "bert"}
     assert [(each.kind, each.approval, each.payload) for each in d.reader.events(d.name, after=seen)] == [
-        ("approval.reassigned", approval, {"to": ["finance", "chris"], "by": "bert"}),
+        ("approval.reassigned", approval, reassigned),
         ("approval.closed", approval, {"status": "approved", "by": "chris"}),
         ("thread.done", None, None),
     ]
@@ -109,12 +111,19 @@ def test_time_reassigns_and_closes_questions(timed, clock):
     d.start()
     d.drain()
     seen = d.reader.events(d.name)[-1].cursor
-    for _ in range(2):
-        clock.now += 61
-        d.sweep()
+    clock.now += 61
+    escalated_at = clock.now
+    d.sweep()
+    clock.now += 61
+    d.sweep()
     d.drain()
     after = [(each.kind, each.payload) for each in d.reader.events(d.name, after=seen)]
-    assert after[:2] == [("approval.reassigned", {"to": ["boss"]}), ("approval.closed", {"status": "expired"})]
+    assert [kind for kind, _ in after[:2]] == ["approval.reassigned", "approval.closed"]
+    asked, closed = after[0][1], after[1][1]
+    assert (asked["question"], asked["to"], asked["expires_at"]) == ("Pay?", ["boss"], escalated_at + 60)
+    assert closed == {"status": "expired"}
+    # What the log has said stays as it was.
+    assert d.reader.events(d.name, kind="approval.opened")[0].payload["expires_at"] == escalated_at - 1
 
 
 def test_a_cancel_withdraws_what_is_asked_and_a_retry_asks_again(deploy):
@@ -358,6 +367,9 @@ def test_one_publishes_at_a_time_until_it_is_given_up(timed, clock):
         ({"kind": "appr*"}, "kind: there is no event 'appr\\*'"),
         ({"kind": "%"}, "kind: there is no event '%'"),
         ({"graph": "told"}, "graph: name a thread of it, too"),
+        ({"after": None}, "after: a whole number from 0 on is needed, not None"),
+        ({"after": "x"}, "after: a whole number from 0 on is needed, not 'x'"),
+        ({"limit": 0}, "limit: a whole number from 1 on is needed, not 0"),
     ],
 )
 def test_what_no_event_is_called_is_refused(deploy, given, says):

@@ -65,6 +65,19 @@ def test_a_reminder_has_the_question_in_it(timed, clock):
     assert reminder.payload["arguments"] == {"amount": "1"}
 
 
+def test_a_reminder_names_those_who_are_asked_by_now(timed, clock):
+    d = timed(asking(remind=90, expires=60, on_expiry="escalate", escalate_to=["boss"]))
+    d.start()
+    d.drain()
+    clock.now += 60
+    d.sweep()
+    d.decide("delegate", by="boss", to=["deputy"])
+    clock.now += 30
+    d.sweep()
+    [reminder] = d.reader.events(d.name, kind="approval.reminder")
+    assert (reminder.payload["to"], reminder.payload["expires_at"]) == (["deputy"], clock.now + 30)
+
+
 def test_a_question_that_is_asked_again_is_reminded_of_anew(timed, clock):
     d = timed(asking(remind=60))
     d.start()

@@ -383,10 +383,22 @@ def test_ctrl_c_while_nobody_answers(tmp_path):
             {"verb": "decide", "approval": "i", "verdict": "answer", "answer": "42", "by": "anna"},
         ),
         (
-            ["signal", "t", "n", '{"p": 1}', "--key", "k", "--id", "s", "--graph", "g"],
-            {"verb": "signal", "id": "s", "thread": "t", "name": "n", "payload": {"p": 1}, "key": "k", "graph": "g"},
+            ["signal", "t", "n", '{"p": 1}', "--key", "k", "--id", "s", "--graph", "g", "--by", "anna"],
+            {
+                "verb": "signal",
+                "id": "s",
+                "thread": "t",
+                "name": "n",
+                "payload": {"p": 1},
+                "key": "k",
+                "graph": "g",
+                "by": "anna",
+            },
         ),
-        (["signal", "t", "n"], {"verb": "signal", "thread": "t", "name": "n", "payload": None}),
+        (
+            ["signal", "t", "n", "--by", "anna"],
+            {"verb": "signal", "thread": "t", "name": "n", "payload": None, "by": "anna"},
+        ),
         (
             ["pause", "t", "--reason", "why", "--by", "anna"],
             {"verb": "control", "action": "pause", "thread": "t", "reason": "why", "by": "anna"},

@@ -22,11 +22,11 @@ CHAIN = ["thread.started", "thread.done"]
 def heard(subscription, count):
     """Return (thread, kind) of the next events."""
     found = []
-    for event in subscription:
+    while len(found) < count:
+        event = next(subscription, None)
+        assert event is not None, f"only {found} were heard"
         found.append((event["thread"], event["event"]))
-        if len(found) == count:
-            return found
-    pytest.fail(f"only {found} were heard")
+    return found
 
 
 def log_of(deployment):
@@ -88,6 +88,28 @@ def test_an_event_whose_handling_failed_comes_again_to_its_subscriber_alone(depl
     other.close()
     with client.events("other", kind="thread.done", timeout=0.5) as other:
         assert list(other) == []
+
+
+def test_a_loop_that_is_begun_again_begins_with_the_event_whose_handling_failed(embedded):
+    embedded.worker()
+    with embedded.client.events("some", kind="thread.done", timeout=3) as subscription:
+        embedded.start("chain", "t0", "t1")
+        tried = []
+        for _ in range(2):
+            for event in subscription:
+                tried.append(event["thread"])
+                break
+        tried += [event["thread"] for event in subscription]
+    assert sorted(set(tried)) == ["t0", "t1"]
+    assert tried == [tried[0], tried[0], tried[0], tried[-1]]
+
+
+def test_a_queue_that_was_bound_for_another_kind_is_not_heard_of_that(embedded):
+    embedded.worker()
+    embedded.client.events("some", kind="thread.started", timeout=3).close()
+    with embedded.client.events("some", kind="thread.done", timeout=3) as subscription:
+        embedded.start("chain", "t")
+        assert [event["event"] for event in subscription] == ["thread.done"]
 
 
 def test_a_subscription_that_is_removed_gathers_nothing(deployment):

@@ -22,6 +22,7 @@ _WAIT_SECONDS = 0.5
 _LOOK_SECONDS = 0.2
 """What a broker may take to hand out what is there."""
 _PREFETCH = 5
+_DECLARE_SECONDS = 60.0
 _FOREVER = 1e9
 
 
@@ -59,6 +60,7 @@ class Subscription:
         self._queue = topics.queue(url, prefix, name, keys)
         self._timeout = timeout
         self._patience = patience
+        self._declare_at = time.monotonic() + _DECLARE_SECONDS
         self._consumer: Any = None
         self._consuming_on: Any = None
         self._arrived: deque[Any] = deque()
@@ -106,6 +108,10 @@ class Subscription:
             self._consumer.qos(prefetch_count=_PREFETCH)
             self._consumer.consume()
             self._consuming_on = channel
+        elif time.monotonic() >= self._declare_at:
+            # A broker that was emptied has forgotten what the queue is bound to, and tells nobody.
+            self._queue(channel).declare()
+            self._declare_at = time.monotonic() + _DECLARE_SECONDS
         if self._handled is not None:
             handled, self._handled = self._handled, None
             handled.ack()
@@ -159,6 +165,6 @@ def _event_in(message: Any) -> dict[str, Any] | None:
     """Return the event in a message, None when it is something else: whoever may write to the broker may write that."""
     try:
         event = json.loads(message.body)
-    except ValueError:
+    except (ValueError, RecursionError):
         return None
     return event if isinstance(event, dict) and isinstance(event.get("event"), str) else None

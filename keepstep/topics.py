@@ -22,6 +22,7 @@ _logger = logging.getLogger(__name__)
 QUEUE_EVENTS_MAX = 100_000
 """So many events are kept in a queue for somebody who does not come; past that, the log has them."""
 _WORD_LENGTH_MAX = 80  # a routing key has 255 bytes
+_PATTERN_LENGTH_MAX = 255
 _NO_WORD = re.compile(r"[^A-Za-z0-9_-]")
 
 
@@ -62,7 +63,7 @@ class Announcer:
         self._producer = producer
         self._exchange = exchange(prefix)
         self._is_virtual = producer.connection.transport.driver_type in {"redis", "file", "memory"}
-        self._full: set[str] = set()
+        self._told: set[str] = set()
         self._exchange(producer.channel).declare()
 
     def publish(self, body: bytes, key: str, **properties: Any) -> None:
@@ -73,16 +74,40 @@ class Announcer:
         if not self._is_virtual:
             self._producer.publish(body, exchange=self._exchange.name, routing_key=key, **properties)
             return
-        bound = TopicExchange(channel).lookup(channel.get_table(self._exchange.name), self._exchange.name, key, None)
-        for name in sorted(bound):
-            if self._has_room(channel, name):
-                self._producer.publish(body, exchange="", routing_key=name, **properties)
+        for name in sorted(self._bound(channel, key)):
+            try:
+                if self._has_room(channel, name):
+                    self._producer.publish(body, exchange="", routing_key=name, **properties)
+            except self._producer.connection.channel_errors as error:
+                if "WRONGTYPE" not in str(error):
+                    raise
+                self._tell_once(name, "is no queue: it gets no events")
+
+    def _bound(self, channel: Any, key: str) -> set[str]:
+        """Return the queues that are bound by a pattern which the routing key fits.
+
+        Whoever reaches the broker may write into the table: what cannot be read there must not stop the others.
+        """
+        topic = TopicExchange(channel)
+        found = set()
+        for binding in channel.get_table(self._exchange.name):
+            match binding:
+                # By the pattern alone: the expression beside it is its writer's.
+                case (str(pattern), _, str(queue)) if queue and 0 < len(pattern) <= _PATTERN_LENGTH_MAX:
+                    if re.match(topic.key_to_pattern(pattern), key):
+                        found.add(queue)
+                case _:
+                    self._tell_once(repr(binding)[:200], "is no binding: it is passed over")
+        return found
+
+    def _tell_once(self, what: str, problem: str) -> None:
+        if what not in self._told:
+            self._told.add(what)
+            _logger.warning("%s %s", what, problem)
 
     def _has_room(self, channel: Any, name: str) -> bool:
         if channel._size(name) < QUEUE_EVENTS_MAX:  # noqa: SLF001  kombu's public way declares the queue
-            self._full.discard(name)
+            self._told.discard(name)
             return True
-        if name not in self._full:
-            self._full.add(name)
-            _logger.warning("nobody takes the events out of queue %s: it gets no more", name)
+        self._tell_once(name, "is full, as nobody takes its events: it gets no more")
         return False

@@ -178,12 +178,14 @@ class Event:
     node: str
     """The node run; empty when it is about none."""
     seq: int
-    """Of the checkpoint that the thread was at; of `node.emitted` that which its step writes."""
+    """Of `node.emitted` the checkpoint that its step writes, else -1."""
     approval: str | None
     """The approval's id, where it is about one."""
     payload: Any
     """What the node emitted, or more about what happened."""
     at: datetime
+    left_out: bool = False
+    """Whether the payload was larger than the reader wanted it."""
 
 
 def _time(value: float | None) -> datetime | None:
@@ -463,7 +465,7 @@ class Reader:
         """
         pattern = _pattern(kind)
         for name, value, least in (("after", after, 0), ("limit", limit, 1)):
-            if type(value) is not int or value < least:
+            if type(value) is not int or not least <= value < 2**63:
                 message = f"{name}: a whole number from {least} on is needed, not {value!r:.50}"
                 raise InvalidInput(message)
         if thread is not None:
@@ -513,6 +515,7 @@ def event_of(row: EventView, cursor: int) -> Event:
         row.approval_id,
         payload,
         datetime.fromtimestamp(row.at, UTC),
+        bool(row.left_out),
     )
 
 

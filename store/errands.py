@@ -130,7 +130,7 @@ def _start(store: Store, wanted: ChildState) -> list[Nudge]:
 def _given_run(transaction: Transaction, existing: ThreadState | None, found: ChildState, version: str) -> list[Nudge]:
     given = children.input_of(transaction, found.run_id)
     # A question that a child asks is its parent's starter's own.
-    by = waits.started_by(transaction, found.thread_id)
+    by = waits.step_started_by(transaction, found.step)
     new = NewRun(found.run_id, f"spawn {found.run_id}", found.digest, given, None, spawned=1, started_by=by)
     if existing is None:
         thread_id = new_id()

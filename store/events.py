@@ -17,7 +17,21 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any, NamedTuple
 
-from sqlalchemy import ColumnElement, Float, Text, case, cast, exists, func, insert, or_, select, update
+from sqlalchemy import (
+    BigInteger,
+    ColumnElement,
+    Float,
+    Text,
+    case,
+    cast,
+    exists,
+    func,
+    insert,
+    literal,
+    or_,
+    select,
+    update,
+)
 from sqlalchemy.sql.base import Executable
 
 from keepstep.eventkinds import EMITTED, OPENED, REASSIGNED, REMINDED
@@ -26,6 +40,7 @@ from keepstep.store.leases import Fence
 from keepstep.store.schema import approval, event, mark, thread
 from keepstep.store.statements import Row, Statement, db_now, one_of, param
 
+_BYTES_MAX = 2**62
 PLACED, PUBLISHED = "placed", "published"
 
 
@@ -55,6 +70,8 @@ class EventView(NamedTuple):
     detail: str | None
     approval_id: str | None
     at: float
+    left_out: int
+    """1: payload and question are larger than the reader wanted them."""
     question: bytes | None
     """Of an approval that people are told of, as are the following."""
     asks: str | None
@@ -83,7 +100,8 @@ _RECORD = Statement(
             thread.c.tenant,
             thread.c.id,
             func.coalesce(cast(param("run_id"), Text), thread.c.run_id),
-            thread.c.seq,
+            # Of no step: a release that knows of emitted events alone counts what stands in a step for one of them.
+            literal(-1),
             cast(param("run"), Text),
             cast(param("kind"), Text),
             cast(param("approval_id"), Text),
@@ -189,6 +207,9 @@ _MOVE_PLACED = Statement(
 )
 
 
+_NOT_FOR_LONG = "SET LOCAL idle_in_transaction_session_timeout = '10s'"
+
+
 class Pending(NamedTuple):
     """What is left to do with the log."""
 
@@ -230,6 +251,9 @@ def place(store: Store, *, limit: int) -> int:
     One process at a time does, whatever the number that try: the others do nothing.
     """
     with store.transaction() as transaction:
+        if store.dialect == "postgresql":
+            # One that stands still here must not stop the others for longer than this.
+            transaction.cursor.execute(_NOT_FOR_LONG)
         held = transaction.row(_HOLD_PLACED, {})
         if held is None:
             return 0
@@ -246,7 +270,12 @@ _HOLD = Statement(
         update(mark)
         .where(
             mark.c.name == PUBLISHED,
-            or_(mark.c.held_until <= db_now(), mark.c.holder == cast(param("who"), Text)),
+            or_(
+                mark.c.held_until <= db_now(),
+                # The clock was set back.
+                mark.c.held_until > db_now() + cast(param("seconds"), Float(53)),
+                mark.c.holder == cast(param("who"), Text),
+            ),
         )
         .values(holder=param("who"), held_until=db_now() + cast(param("seconds"), Float(53)))
         .returning(mark.c.position)
@@ -257,11 +286,15 @@ _ADVANCE = Statement(
         update(mark)
         .where(mark.c.name == PUBLISHED, mark.c.position < param("position"))
         .values(position=param("position"))
+        .returning(mark.c.name)
     )
 )
 _LET_GO = Statement(
     lambda _dialect: (
-        update(mark).where(mark.c.name == PUBLISHED, mark.c.holder == param("who")).values(holder=None, held_until=0.0)
+        update(mark)
+        .where(mark.c.name == PUBLISHED, mark.c.holder == param("who"))
+        .values(holder=None, held_until=0.0)
+        .returning(mark.c.name)
     )
 )
 
@@ -277,18 +310,17 @@ def hold_publishing(store: Store, holder: str, *, seconds: float) -> int | None:
 
 def published(store: Store, position: int) -> None:
     """Say that the events up to a position are published."""
-    with store.transaction() as transaction:
-        transaction.run(_ADVANCE, {"position": position})
+    store.rows(_ADVANCE, {"position": position})
 
 
 def let_go(store: Store, holder: str) -> None:
     """Leave publishing to the others."""
-    with store.transaction() as transaction:
-        transaction.run(_LET_GO, {"who": holder})
+    store.rows(_LET_GO, {"who": holder})
 
 
 # --- reading ---
 
+_IS_OF_PEOPLE = one_of(event.c.kind, (OPENED, REMINDED, REASSIGNED))
 _OPENED = {
     "question": approval.c.question,
     "asks": approval.c.kind,
@@ -297,10 +329,7 @@ _OPENED = {
 }
 _COLUMNS: dict[str, ColumnElement[Any]] = {
     **{column.name: column for column in event.c},
-    **{
-        name: case((one_of(event.c.kind, (OPENED, REMINDED, REASSIGNED)), column), else_=None)
-        for name, column in _OPENED.items()
-    },
+    **{name: case((_IS_OF_PEOPLE, column), else_=None) for name, column in _OPENED.items()},
     "application": thread.c.application,
     "agent": thread.c.agent,
     "thread": thread.c.name,
@@ -308,11 +337,25 @@ _COLUMNS: dict[str, ColumnElement[Any]] = {
 _JOINED = event.join(thread, thread.c.id == event.c.thread_id).outerjoin(approval, approval.c.id == event.c.approval_id)
 
 
+_BYTES = func.coalesce(func.length(event.c.payload), 0) + func.coalesce(
+    case((_IS_OF_PEOPLE, func.length(approval.c.question)), else_=None), 0
+)
+
+
+def _within(name: str) -> ColumnElement[Any]:
+    """Return a column of `EventView`; what is large only when the reader has room for it."""
+    is_too_large = cast(param("bytes_max"), BigInteger) < _BYTES
+    if name == "left_out":
+        return case((is_too_large, 1), else_=0)
+    column = _COLUMNS[name]
+    return case((is_too_large, None), else_=column) if name in ("payload", "question") else column
+
+
 def _read(*which: ColumnElement[bool], by: ColumnElement[int], latest: bool = False) -> Statement:
     wanted = cast(param("kind"), Text)
     return Statement(
         lambda _dialect: (
-            select(*(_COLUMNS[name] for name in EventView._fields))
+            select(*(_within(name) for name in EventView._fields))
             .select_from(_JOINED)
             .where(*which, by > param("after"), or_(wanted.is_(None), event.c.kind.like(wanted)))
             .order_by(by.desc() if latest else by)
@@ -334,7 +377,7 @@ def of_thread(
 
     `kind` is a pattern of SQL's LIKE; `latest`: the last of them and not the first.
     """
-    params = {"thread_id": thread_id, "after": after, "limit": limit, "kind": kind}
+    params = {"thread_id": thread_id, "after": after, "limit": limit, "kind": kind, "bytes_max": _BYTES_MAX}
     return _views(store.rows(_OF_THREAD[latest], params), latest=latest)
 
 
@@ -342,13 +385,14 @@ def of_tenant(
     store: Store, tenant: str, *, after: int, limit: int, kind: str | None = None, latest: bool = False
 ) -> list[EventView]:
     """Return a tenant's events past a position in the log, in order: complete up to the last of them."""
-    params = {"tenant": tenant, "after": after, "limit": limit, "kind": kind}
+    params = {"tenant": tenant, "after": after, "limit": limit, "kind": kind, "bytes_max": _BYTES_MAX}
     return _views(store.rows(_OF_TENANT[latest], params), latest=latest)
 
 
-def of_all(store: Store, *, after: int, limit: int) -> list[EventView]:
-    """Return everybody's events past a position in the log, in order."""
-    return _views(store.rows(_OF_ALL, {"after": after, "limit": limit, "kind": None}), latest=False)
+def of_all(store: Store, *, after: int, limit: int, bytes_max: int = _BYTES_MAX) -> list[EventView]:
+    """Return everybody's events past a position in the log, in order; without what is larger than `bytes_max`."""
+    params = {"after": after, "limit": limit, "kind": None, "bytes_max": bytes_max}
+    return _views(store.rows(_OF_ALL, params), latest=False)
 
 
 def _views(rows: list[Row], *, latest: bool) -> list[EventView]:

@@ -508,13 +508,15 @@ def _place(found: ThreadState) -> dict[str, Any]:
 def pause(transaction: Transaction, found: ThreadState) -> None:
     """Let the running step finish and take no other."""
     transaction.run(_PAUSE, {"id": found.id})
-    events.record(transaction, found.id, eventkinds.PAUSED)
+    if found.control != "pause":
+        events.record(transaction, found.id, eventkinds.PAUSED)
 
 
 def resume(transaction: Transaction, found: ThreadState) -> list[Nudge]:
     """Take the pause away; return the nudges of what is due."""
     transaction.run(_RESUME, {"id": found.id})
-    events.record(transaction, found.id, eventkinds.RESUMED)
+    if found.control == "pause":
+        events.record(transaction, found.id, eventkinds.RESUMED)
     if found.status == READY:
         return [Nudge("step", found.id, found.version, found.queue, found.priority)]
     return [Nudge("node", *row) for row in transaction.rows(_RESUME_NODE_RUNS, _place(found))]
@@ -529,7 +531,9 @@ def cancel(transaction: Transaction, found: ThreadState, error: str) -> list[Nud
     transaction.run(_CANCEL, {"id": found.id, "error": error})
     transaction.run(_CANCEL_NODE_RUNS, place)
     withdraw(transaction, found.id)
-    ended = transaction.rows(_CANCEL_RUNS, {**place, "run_steps": found.run_steps})
+    # A run that ended before the one that is queued stays as it ended.
+    under_way = found.run_id if found.run_active else None
+    ended = transaction.rows(_CANCEL_RUNS, {**place, "run_id": under_way, "run_steps": found.run_steps})
     nudges = children.disown(transaction, found.id)
     for run_id, spawned in ended:
         events.record_end(transaction, found.id, CANCELLED, run_id=run_id, error=error)

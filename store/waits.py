@@ -18,7 +18,7 @@ from keepstep import eventkinds
 from keepstep.store import events
 from keepstep.store.engine import Store, Transaction
 from keepstep.store.leases import NUDGE_SECONDS, Nudge, nudge_columns
-from keepstep.store.schema import READY, WAITING, approval, decision, node_run, run, thread, wait
+from keepstep.store.schema import READY, WAITING, approval, checkpoint, decision, node_run, run, thread, wait
 from keepstep.store.statements import Statement, db_now, now_once, param
 
 
@@ -272,6 +272,20 @@ _STARTED_BY = Statement(
 )
 
 
+# The step that writes a checkpoint is of the run whose checkpoint it begins from.
+_STEP_STARTED_BY = Statement(
+    lambda _dialect: (
+        select(run.c.started_by)
+        .select_from(checkpoint.join(run, run.c.id == checkpoint.c.run_id))
+        .where(
+            checkpoint.c.thread_id == param("thread_id"),
+            checkpoint.c.branch == param("branch"),
+            checkpoint.c.seq == param("before"),
+        )
+    )
+)
+
+
 def as_asked(assigned: str | None, expires_at: float | None) -> dict[str, Any]:
     """Return who is asked by now, when others are than at first, and until when, as an event tells it."""
     asked = {} if assigned is None else {"to": json.loads(assigned)}
@@ -288,6 +302,13 @@ def assign(transaction: Transaction, found: ApprovalState, asked: list[str], *, 
 def started_by(transaction: Transaction, thread_id: str) -> str | None:
     """Return who asked for a thread's present run; None when nobody said so."""
     row = transaction.row(_STARTED_BY, {"thread_id": thread_id})
+    return None if row is None else row[0]
+
+
+def step_started_by(transaction: Transaction, step: str) -> str | None:
+    """Return who asked for the run that a step, by its key, belongs to: the thread may have gone on to another."""
+    thread_id, branch, seq = step.rsplit("/", 2)
+    row = transaction.row(_STEP_STARTED_BY, {"thread_id": thread_id, "branch": int(branch), "before": int(seq) - 1})
     return None if row is None else row[0]
 
 

@@ -193,8 +193,11 @@ class Commands(Service):
         command_id = _id_of(message, body)
         log.warning("command_refused", command_id=command_id, code=error.code, reason=error.message[:1000])
         self._replies.send(message, command_id, messages.reply(command_id, error=error))
-        # Not rejected: it was dealt with, and RabbitMQ would put it with those that nobody could handle.
-        message.ack()
+        if isinstance(error, Forbidden | Unauthenticated):
+            # RabbitMQ keeps it, whole, for a person to look at: somebody tried what they may not.
+            message.reject()
+        else:
+            message.ack()
 
 
 def _sent_at(message: Any) -> dict[str, float]:

@@ -7,6 +7,7 @@ stands there. On the broker each comes at least once, in the log's order.
 from __future__ import annotations
 
 import random
+import time
 
 import structlog
 from kombu import Connection, Producer
@@ -25,9 +26,12 @@ from keepstep.tasks.service import Service
 log = structlog.get_logger("keepstep.worker")
 
 _POLL_SECONDS = 0.5
-_BATCH = 500
+_PLACED_MAX = 500
+_PUBLISHED_MAX = 100
 _HOLD_SECONDS = 10.0
 """How long one worker publishes before another may think that it is dead."""
+_PUBLISH_SECONDS_MAX = _HOLD_SECONDS / 3
+"""How long it goes on before it says how far it has come, and holds on anew."""
 _BROKEN_SECONDS = 5.0
 _OPERATION_SECONDS_MAX = 2.0
 
@@ -50,10 +54,10 @@ class Events(Service):
         """Place what is new and publish a batch; return how soon to look again: at once when there is more."""
         with self.gate.hold():
             left = events.pending(self._store)
-            placed = events.place(self._store, limit=_BATCH) if left.unplaced else 0
+            placed = events.place(self._store, limit=_PLACED_MAX) if left.unplaced else 0
             if placed:
                 reach("after_place")
-            more = placed == _BATCH
+            more = placed == _PLACED_MAX
             if self._settings.publish_events and (placed or left.unpublished):
                 try:
                     more = self._publish() or more
@@ -69,19 +73,22 @@ class Events(Service):
         last = events.hold_publishing(self._store, self._worker_id, seconds=_HOLD_SECONDS)
         if last is None:
             return False
-        batch = events.of_all(self._store, after=last, limit=_BATCH)
-        sent = last
+        bytes_max = self._settings.message_bytes_max
+        batch = events.of_all(self._store, after=last, limit=_PUBLISHED_MAX, bytes_max=bytes_max)
+        sent, until = last, time.monotonic() + _PUBLISH_SECONDS_MAX
         try:
             announcer = self._announcer or self._connected()
             for row in batch:
                 self._send(announcer, row)
                 sent = row.position or sent
+                if time.monotonic() > until:
+                    break
         finally:
             if sent > last:
                 reach("after_announce")
                 events.published(self._store, sent)
             events.let_go(self._store, self._worker_id)
-        return len(batch) == _BATCH
+        return len(batch) == _PUBLISHED_MAX or sent < (batch[-1].position or 0)
 
     def _send(self, announcer: topics.Announcer, row: EventView) -> None:
         found = event_of(row, row.position or 0)

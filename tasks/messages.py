@@ -518,6 +518,7 @@ def event(found: Event, *, size_max: int) -> bytes:
         node=found.node or None,
         approval=found.approval,
         payload=found.payload,
+        left_out=found.left_out,
     )
     body = _body(message)
     if len(body) > size_max:

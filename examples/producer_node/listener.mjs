@@ -23,8 +23,9 @@ export class Listener {
     listener.#tenant = tenant;
     listener.#redis = await Redis.connect(broker, timeoutSeconds);
     const [family, rest = "*"] = kind.split(".");
-    const pattern = `${family}.${rest}.${tenant.replace(/[^A-Za-z0-9_-]/g, "_").slice(0, 80)}.*`;
-    const expression = `^${pattern.replaceAll(".", "\\.").replaceAll("*", "[^.]+")}$`;
+    const pattern = `${family}.${rest}.${word(tenant)}.*`;
+    const literal = pattern.replace(/[^A-Za-z0-9_.*-]/gu, (sign) => `\\${sign}`);
+    const expression = `^${literal.replaceAll(".", "\\.").replaceAll("*", "[^.]+")}$`;
     const binding = [pattern, expression, queue].join(SEPARATOR);
     await listener.#redis.ask(["SADD", `_kombu.binding.${prefix}.events`, binding]);
     // What somebody who died was handling is first again.
@@ -42,9 +43,9 @@ export class Listener {
       const request = ["BLMOVE", this.#queue, this.#handling, "RIGHT", "LEFT", String(WAIT_SECONDS)];
       const message = await this.#redis.ask(request, WAIT_SECONDS + ANSWER_SECONDS);
       if (message === null) continue;
-      const event = JSON.parse(Buffer.from(JSON.parse(message).body, "base64").toString());
+      const event = read(message);
       // Another tenant's name may be the same word in a routing key.
-      const goesOn = event.tenant === this.#tenant ? await handle(event) : true;
+      const goesOn = event?.tenant === this.#tenant ? await handle(event) : true;
       await this.#redis.ask(["LREM", this.#handling, "1", message]);
       if (goesOn === false) return;
     }
@@ -52,5 +53,19 @@ export class Listener {
 
   close() {
     this.#redis.close();
+  }
+}
+
+/** Return a name as one word of a routing key. */
+function word(name) {
+  return [...name].map((sign) => (/[A-Za-z0-9_-]/.test(sign) ? sign : "_")).slice(0, 80).join("");
+}
+
+/** Return the event in a message, or null: whoever may write to the broker may write something else there. */
+function read(message) {
+  try {
+    return JSON.parse(Buffer.from(JSON.parse(message).body, "base64").toString());
+  } catch {
+    return null;
   }
 }

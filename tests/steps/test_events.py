@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+import contextlib
 import json
 import threading
+import time
 from datetime import timedelta
 from types import SimpleNamespace
 from typing import Annotated, TypedDict
@@ -15,6 +17,8 @@ from keepstep.cli import events as command
 from keepstep.cli.program import run
 from keepstep.errors import InvalidInput
 from keepstep.store import events, outcomes
+from keepstep.tasks import events as service
+from keepstep.tasks.events import Events
 
 
 class Log(TypedDict, total=False):
@@ -392,6 +396,108 @@ def test_kinds_are_chosen_by_their_beginning(deploy):
         "thread.done",
     ]
     assert len(d.reader.events(kind="*")) == 5
+
+
+def test_what_did_not_change_is_not_told(deploy):
+    d = deploy(graph_of(lambda _state, ctx: ctx.approve("Go on?") and None))
+    d.start()
+    d.drain()
+    for action in ("resume", "pause", "pause", "resume", "resume"):
+        d.control(action)
+    assert [each.kind for each in d.reader.events(d.name)][3:] == ["thread.paused", "thread.resumed"]
+
+
+def test_a_cancel_of_a_queued_run_leaves_the_one_before_as_it_ended(deploy):
+    def body(_state, _ctx):
+        raise ValueError
+
+    d = deploy(graph_of(body))
+    one = d.start().run_id
+    d.drain()
+    two = d.start().run_id
+    d.queue.clear()
+    d.control("cancel")
+    told = [(each.kind, each.run) for each in d.reader.events(d.name)]
+    assert told[1:] == [("thread.failed", one), ("thread.cancelled", two)]
+    assert [run.status for run in d.reader.runs(d.name)] == ["failed", "cancelled"]
+
+
+class Heard(list):
+    """A broker that keeps what is published."""
+
+    def publish(self, body, _key, **_properties):
+        self.append(json.loads(body))
+
+
+def test_what_is_larger_than_a_message_is_not_even_read(deploy, monkeypatch):
+    def body(_state, ctx):
+        ctx.emit("x" * 3000)
+        ctx.emit("y")
+        ctx.approve("Pay?", arguments={"text": "z" * 3000})
+
+    d = deploy(graph_of(body), message_bytes_max=2000)
+    d.start()
+    d.drain()
+    place_all(d)
+    rows = events.of_all(d.store, after=0, limit=10, bytes_max=2000)
+    assert [(row.kind, row.left_out) for row in rows] == [
+        ("thread.started", 0), ("approval.opened", 1), ("node.emitted", 1), ("node.emitted", 0), ("thread.waiting", 0),
+    ]  # fmt: skip
+    assert [row.payload is None and row.question is None for row in rows] == [True, True, True, False, True]
+    heard = Heard()
+    monkeypatch.setattr(Events, "_connected", lambda _service: heard)
+    Events(d.settings, "w", d.store).work()
+    assert [event.get("left_out", False) for event in heard] == [False, True, True, False, False]
+    assert len(d.reader.events(d.name, kind="node.emitted")[0].payload) == 3000
+
+
+def test_a_slow_broker_has_the_mark_moved_before_another_may_take_it(deploy, monkeypatch):
+    d = deploy(graph_of(lambda _state, _ctx: {}))
+    for number in range(5):
+        d.start(thread=f"t{number}")
+    work_off(d)
+    place_all(d)
+    heard = Heard()
+    monkeypatch.setattr(service, "_PUBLISH_SECONDS_MAX", -1)  # over at once
+    monkeypatch.setattr(Events, "_connected", lambda _service: heard)
+    one, two = Events(d.settings, "one", d.store), Events(d.settings, "two", d.open())
+    while events.pending(d.store).unpublished:
+        assert one.work() == 0.0
+        two.work()
+    assert [event["position"] for event in heard] == list(range(1, 11))
+
+
+def test_one_who_stands_still_while_placing_does_not_stop_the_others_for_ever(served, monkeypatch):
+    d = served(graph_of(lambda _state, _ctx: {}))
+    d.start()
+    d.drain()
+    monkeypatch.setattr(events, "_NOT_FOR_LONG", "SET LOCAL idle_in_transaction_session_timeout = '300ms'")
+    stands_still, taken = d.open(), threading.Event()
+    real = events._HOLD_PLACED.execute
+
+    def held(cursor, dialect, params):
+        real(cursor, dialect, params)
+        if threading.current_thread().name == "frozen":
+            taken.set()
+            assert over.wait(30)
+
+    over = threading.Event()
+    monkeypatch.setattr(events._HOLD_PLACED, "execute", held)
+
+    def stands():
+        with contextlib.suppress(Exception):  # its connection is gone when it wakes up
+            events.place(stands_still, limit=10)
+
+    frozen = threading.Thread(target=stands, name="frozen")
+    frozen.start()
+    assert taken.wait(20)
+    deadline = time.monotonic() + 20
+    while not events.place(d.store, limit=10):
+        assert time.monotonic() < deadline
+        time.sleep(0.05)
+    over.set()
+    frozen.join(20)
+    assert [each.position for each in events.of_all(d.store, after=0, limit=10)] == [1, 2]
 
 
 # --- the command ---

@@ -14,8 +14,9 @@ from jwt.algorithms import OKPAlgorithm
 from keepstep import END, START, Graph, tool
 from keepstep.errors import AlreadyCounted, CallRejected, Forbidden, NotAsked, SelfApproval
 from keepstep.ids import new_id
-from keepstep.runtime import commands
+from keepstep.runtime import commands, superstep
 from keepstep.runtime.principals import Principal
+from keepstep.store import errands
 from keepstep.tasks import messages
 from keepstep.tasks.tokens import TrustedKeys
 from tests.commands import defaults
@@ -253,3 +254,34 @@ def test_one_signed_subject_counts_once_whatever_its_commands_and_keys_call_it(p
     assert (d.drain(), outside.calls) == ("waiting", [])
     sends("bob", "desk")
     assert (d.drain(), outside.calls) == ("done", ["7"])
+
+
+def test_a_child_that_is_started_late_is_the_requesters_of_the_run_that_spawned_it(deploy, monkeypatch):
+    monkeypatch.setattr(superstep.children, "attended", lambda _runtime, nudges: list(nudges))  # its process died
+    child, parent = Graph("child", state=State), Graph("parent", state=State)
+    child.node(lambda _state, ctx: ctx.approve("Pay?") and None, name="pay")
+    parent.node(lambda _state, ctx: ctx.spawn("child", {}, thread="c") and None, name="begin")
+    for graph, node in ((child, "pay"), (parent, "begin")):
+        graph.edge(START, node)
+        graph.edge(node, END)
+    d = deploy(parent, child, self_approval=False)
+    errand = []
+
+    def work():
+        while d.queue:
+            nudge = d.queue.pop(0)
+            if nudge.kind == "child":
+                errand.append(nudge)
+            else:
+                d.work(nudge)
+
+    for starter in ("alice", "bob"):
+        d.start(by=starter)
+        work()
+    d.queue += errands.run(d.store, errand[0])
+    work()
+    [asked] = d.approvals()
+    assert asked.started_by == "alice"
+    with pytest.raises(SelfApproval):
+        d.decide("approve", by="alice", approval=asked.id)
+    d.decide("approve", by="bob", approval=asked.id)

@@ -6,8 +6,11 @@ import contextlib
 import threading
 
 import pytest
+import redis
+from kombu import Producer
 
 import keepstep
+from keepstep import broker
 from keepstep.errors import InvalidInput
 from keepstep.runtime.reader import Reader
 from tests.worker.deployment import deployed, eventually
@@ -112,6 +115,38 @@ def test_a_queue_that_was_bound_for_another_kind_is_not_heard_of_that(embedded):
         assert [event["event"] for event in subscription] == ["thread.done"]
 
 
+def test_what_somebody_wrote_into_the_table_of_bindings_stops_nobody(served_by_redis, redis_url):
+    deployment = served_by_redis
+    table = f"_kombu.binding.{deployment.settings.queue}.events"
+    with contextlib.closing(redis.Redis.from_url(redis_url)) as link:
+        for binding in (
+            "nothing",
+            "thread.done.(\x06\x16(\x06\x16bad",
+            "#\x06\x16^.*$\x06\x16text",
+            "#\x06\x16\x06\x16",
+        ):
+            link.sadd(table, binding)
+        link.set("text", "of somebody else")
+        worker = deployment.worker()
+        with deployment.client.events("good", kind="thread.done", timeout=30) as good:
+            deployment.start("chain", "t")
+            assert heard(good, 1) == [("t", "thread.done")]
+        assert worker.events("events_left_in_log") == []
+        assert link.get("text") == b"of somebody else"
+
+
+def test_what_is_no_event_is_passed_over(embedded):
+    embedded.worker()
+    with embedded.client.events("some", kind="thread.done", timeout=10) as subscription:
+        with broker.connection(embedded.settings.broker, commands=True) as connection:
+            producer = Producer(connection.channel(), auto_declare=False)
+            for body in (b"[" * 200_000, b"no JSON", b"[]", b'{"event": 7}'):
+                kind = {"content_type": "application/json", "content_encoding": "utf-8"}
+                producer.publish(body, exchange="", routing_key="some", **kind)
+        embedded.start("chain", "t")
+        assert heard(subscription, 1) == [("t", "thread.done")]
+
+
 def test_a_subscription_that_is_removed_gathers_nothing(deployment):
     deployment.worker()
     client = deployment.client
@@ -196,7 +231,7 @@ def test_names_that_are_one_word_in_a_routing_key_are_told_apart(embedded):
         client.start("chain", f"thread of {tenant}", {}).accepted(30)
     for tenant, subscription in heard_by.items():
         assert heard(subscription, 2) == [(f"thread of {tenant}", kind) for kind in CHAIN]
-        assert list(subscription) == []
+        assert next(subscription, None) is None
         subscription.close()
         clients[tenant].close()
 

@@ -311,7 +311,7 @@ class Reply(BaseModel):
 
 
 class EventMessage(BaseModel):
-    """Something that happened, as workers publish it. It may come twice: its `position` tells."""
+    """Something that happened, as workers publish it. It may come twice: its `id` tells."""
 
     model_config = ConfigDict(strict=True, extra="forbid", frozen=True, hide_input_in_errors=True)
 

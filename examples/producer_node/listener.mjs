@@ -9,7 +9,7 @@ const ANSWER_SECONDS = 2; // more than a request that waits says that it waits
 /**
  * Gathers events in a list of its own, from when it is opened, and hands them out one by one; for one process at a
  * time. An event that was handed out and not finished is handed out again by the next one who opens the queue, and any
- * may come twice: its `position` tells.
+ * may come twice: its `id` tells.
  */
 export class Listener {
   #redis;

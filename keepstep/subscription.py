@@ -31,9 +31,9 @@ class Subscription:
 
     The queue is made when the subscription is, and gathers what comes while nobody iterates, also after `close`. An
     event is acknowledged when the next one is asked for, or the subscription is left without an error: one whose
-    handling failed comes again, and any may come twice, or after later ones (its `id` tells). `timeout`: end the iteration when
-    nothing came for so many seconds; None: never. Raises `BrokerUnavailable` when the broker cannot be reached for
-    `patience` seconds.
+    handling failed comes again, and any may come twice, or after later ones (its `id` tells). `timeout`: end the
+    iteration when nothing came for so many seconds; None: never. Raises `BrokerUnavailable` when the broker cannot be
+    reached for `patience` seconds.
     """
 
     def __init__(

@@ -81,10 +81,12 @@ refusal all the same. Who wanted what they may not (the codes from `unauthentica
 
 _ABOUT_EVENTS = """What happens to threads and their approvals is published on the topic exchange `<prefix>.events`
 (durable; the setting `publish_events` turns it off), under the routing key `<event>.<tenant>.<graph>`, in which every
-character of a name that is no letter, digit, `-` or `_` is `_`. A consumer makes a durable queue of its own and binds
-it: `approval.opened.default.refunds`, `thread.*.default.*`, `#`. Each event comes at least once, in the log's order,
-and one that was not acknowledged comes again later; its `id` tells one that came twice. What was published before the queue was bound stands in the log, as everything
-does: `keepstep events`, `Reader.events`. A consumer reads past kinds and fields that it does not know.
+character of a name that is no letter, digit, `-` or `_` is `_`, and a name ends after 80. A consumer makes a durable
+queue of its own and binds it: `approval.opened.default.refunds`, `thread.*.default.*`, `#`. Names may be the same word
+there: `tenant` and `graph` in the event are whole. Each event comes at least once, in the log's order, and one that was
+not acknowledged comes again later; its `id` tells one that came twice. What was published before the queue was bound
+stands in the log, as everything does: `keepstep events`, `Reader.events`. A consumer reads past kinds and fields that
+it does not know.
 
 On RabbitMQ that is all. Redis has no exchanges: a binding is an element of the set `_kombu.binding.<prefix>.events`
 (`SADD`), made of the pattern, the same as a regular expression, and the queue's name, with the two characters U+0006

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import fnmatch
 import time
 from typing import TYPE_CHECKING, Annotated, Any
 
@@ -70,13 +71,16 @@ def events(
         while True:
             for each in found:
                 last = each.cursor
+                if not fnmatch.fnmatchcase(each.kind, kind or "*"):
+                    continue
                 if session.as_json:
                     session.output.record(records.event(each))
                 else:
                     session.output.line(_line(each))
             if not found:
                 time.sleep(_POLL_SECONDS)
-            found = reader.events(**wanted, after=last, limit=_PAGE)
+            # All kinds: the cursor moves on over those that are not wanted, which else were read again each time.
+            found = reader.events(thread, graph=graph, after=last, limit=_PAGE)
 
 
 def _answer(session: Session, found: list[Event], after: int | None) -> None:

@@ -76,7 +76,8 @@ _REFUSALS = """## Refusals
 What is refused has changed nothing, and its id is free: the same message can be sent again. Where that is worth while
 is said here; elsewhere something else has to change first. Codes may be added; one that a sender does not know is a
 refusal all the same. Who wanted what they may not (the codes from `unauthenticated` to `forbidden`, `not_asked` and
-`self_approval`) stands in the audit of the thread that it was about, as `refused` (`keepstep show`), up to 100 for each sender.
+`self_approval`) stands in the audit of the thread that it was about, as `refused` (`keepstep show`), up to 100 for
+each sender.
 """
 
 _ABOUT_EVENTS = """What happens to threads and their approvals is published on the topic exchange `<prefix>.events`

@@ -32,6 +32,15 @@ def heard(subscription, count):
     return found
 
 
+def ended(deployment, *threads):
+    """Wait until threads are done and all of it is published."""
+    deployment.ended(*threads)
+    left = (
+        "SELECT (SELECT count(*) FROM keepstep_event) - (SELECT position FROM keepstep_mark WHERE name = 'published')"
+    )
+    eventually(lambda: deployment.query(left) == [(0,)], what="everything published")
+
+
 def log_of(deployment):
     with Reader(settings=deployment.settings) as reader:
         return [(each.thread, each.kind) for each in reader.events()]
@@ -97,6 +106,7 @@ def test_a_loop_that_is_begun_again_begins_with_the_event_whose_handling_failed(
     embedded.worker()
     with embedded.client.events("some", kind="thread.done", timeout=3) as subscription:
         embedded.start("chain", "t0", "t1")
+        ended(embedded, "t0", "t1")
         tried = []
         for _ in range(2):
             for event in subscription:
@@ -112,6 +122,7 @@ def test_a_queue_that_was_bound_for_another_kind_is_not_heard_of_that(embedded):
     embedded.client.events("some", kind="thread.started", timeout=3).close()
     with embedded.client.events("some", kind="thread.done", timeout=3) as subscription:
         embedded.start("chain", "t")
+        ended(embedded, "t")
         assert [event["event"] for event in subscription] == ["thread.done"]
 
 
@@ -196,18 +207,19 @@ def test_two_who_share_a_queue_share_the_events(deployment):
     found, lock = [], threading.Lock()
 
     def listen(subscription):
-        for event in subscription:
-            with lock:
-                found.append(event["thread"])
+        while len(found) < len(names):
+            event = next(subscription, None)
+            if event is not None:
+                with lock:
+                    found.append(event["thread"])
 
-    both = [deployment.client.events("shared", kind="thread.done", timeout=3) for _ in range(2)]
+    both = [deployment.client.events("shared", kind="thread.done", timeout=0.5) for _ in range(2)]
     crowd = [threading.Thread(target=listen, args=(each,)) for each in both]
     deployment.start("chain", *names)
     for each in crowd:
         each.start()
-    eventually(lambda: len(found) == 30, what="30 events")
     for each in crowd:
-        each.join(30)
+        each.join(60)
     for each in both:
         each.close()
     assert sorted(found) == sorted(names)
@@ -229,6 +241,7 @@ def test_names_that_are_one_word_in_a_routing_key_are_told_apart(embedded):
     heard_by = {tenant: client.events(f"of {tenant}", timeout=3) for tenant, client in clients.items()}
     for tenant, client in clients.items():
         client.start("chain", f"thread of {tenant}", {}).accepted(30)
+    ended(embedded, *(f"thread of {tenant}" for tenant in clients))
     for tenant, subscription in heard_by.items():
         assert heard(subscription, 2) == [(f"thread of {tenant}", kind) for kind in CHAIN]
         assert next(subscription, None) is None

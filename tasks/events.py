@@ -88,7 +88,7 @@ class Events(Service):
                 reach("after_announce")
                 events.published(self._store, sent)
             events.let_go(self._store, self._worker_id)
-        return len(batch) == _PUBLISHED_MAX or sent < (batch[-1].position or 0)
+        return len(batch) == _PUBLISHED_MAX or sent < max((row.position or 0 for row in batch), default=0)
 
     def _send(self, announcer: topics.Announcer, row: EventView) -> None:
         found = event_of(row, row.position or 0)

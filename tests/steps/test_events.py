@@ -467,6 +467,17 @@ def test_a_slow_broker_has_the_mark_moved_before_another_may_take_it(deploy, mon
     assert [event["position"] for event in heard] == list(range(1, 11))
 
 
+def test_who_finds_that_another_has_published_it_all_looks_again_soon(deploy, monkeypatch):
+    d = deploy(graph_of(lambda _state, _ctx: {}))
+    d.start()
+    d.drain()
+    place_all(d)
+    monkeypatch.setattr(Events, "_connected", lambda _service: Heard())
+    events.published(d.store, 2)
+    monkeypatch.setattr(events, "pending", lambda _store: events.Pending(False, 2))  # as it was a moment ago
+    assert 0 < Events(d.settings, "late", d.store).work() < 1
+
+
 def test_one_who_stands_still_while_placing_does_not_stop_the_others_for_ever(served, monkeypatch):
     d = served(graph_of(lambda _state, _ctx: {}))
     d.start()

@@ -32,9 +32,9 @@ def heard(subscription, count):
     return found
 
 
-def ended(deployment, *threads):
-    """Wait until threads are done and all of it is published."""
-    deployment.ended(*threads)
+def ended(deployment, *threads, status="done"):
+    """Wait until threads have a status and all that happened is published."""
+    deployment.ended(*threads, status=status)
     left = (
         "SELECT (SELECT count(*) FROM keepstep_event) - (SELECT position FROM keepstep_mark WHERE name = 'published')"
     )
@@ -174,12 +174,12 @@ def test_events_wait_for_a_broker_that_is_away(tmp_path, postgresql_url, spare_r
     with deployed(tmp_path, postgresql_url, spare_redis.url) as deployment:
         worker = deployment.worker()
         deployment.start("asking", "t")
-        deployment.ended("t", status="waiting")
+        ended(deployment, "t", status="waiting")
         with deployment.client.events("all", timeout=60) as every:
             spare_redis.freeze()
             deployment.execute(_RESUMED)
             eventually(lambda: worker.events("events_left_in_log"), what="a failure to publish")
-            assert log_of(deployment)[-1] == ("t", "thread.resumed")
+            eventually(lambda: log_of(deployment)[-1] == ("t", "thread.resumed"), what="its place in the log")
             spare_redis.thaw()
             told = heard(every, 1)
             while told[-1] != ("t", "thread.resumed"):

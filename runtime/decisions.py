@@ -127,14 +127,12 @@ def _said(payload: bytes) -> dict[str, Any]:
 def _meant(transaction: Transaction, message: DecideMessage) -> ApprovalState:
     """Return the approval that is decided, locked after its thread: the one that is named, or a thread's only one."""
     approval = message.approval if message.approval is not None else _only_one(transaction, message)
-    thread_id = waits.thread_of_approval(transaction, approval)
-    if thread_id is not None:
-        waits.lock_thread(transaction, thread_id)
-        found = waits.lock_approval(transaction, approval)
-        if found.tenant == message.tenant:
-            return found
-    text = f"there is no approval {approval!r}"
-    raise NotFound(text)
+    thread_id = waits.thread_of_approval(transaction, approval, message.tenant)
+    if thread_id is None:
+        text = f"there is no approval {approval!r}"
+        raise NotFound(text)
+    waits.lock_thread(transaction, thread_id)
+    return waits.lock_approval(transaction, approval)
 
 
 def _only_one(transaction: Transaction, message: DecideMessage) -> str:

@@ -65,7 +65,7 @@ def record(runtime: Runtime, said: Said, sender: str | None, error: KeepstepErro
 def _thread(transaction: Transaction, said: Said, tenant: str) -> str | None:
     """Return the thread that a command is about, of its tenant; None when there is none, or several."""
     if said.approval is not None:
-        return waits.thread_of_tenants_approval(transaction, said.approval, tenant)
+        return waits.thread_of_approval(transaction, said.approval, tenant)
     if said.thread is None:
         return None
     named = threads.named(transaction, tenant, said.thread)

@@ -14,7 +14,7 @@ from keepstep.errors import NotCarried, StaleEdit, StepRunning, ThreadBlocked, W
 from keepstep.runtime.cursor import Cursor
 from keepstep.runtime.environment import Runtime
 from keepstep.runtime.history import describe, payload, restore
-from keepstep.store import stateedits
+from keepstep.store import stateedits, threads
 from keepstep.store.checkpoints import NewCheckpoint
 from keepstep.store.engine import Transaction
 from keepstep.store.leases import NUDGE_SECONDS, Nudge, carried_key
@@ -126,7 +126,7 @@ def _check_idle(transaction: Transaction, found: ThreadState, at: EditedHead) ->
 
 
 def _not_carried(transaction: Transaction, found: ThreadState) -> NotCarried:
-    elsewhere = stateedits.is_carried_by_anybody(transaction, carried_key(found.agent, found.graph_version))
+    elsewhere = threads.is_carried_by_anybody(transaction, carried_key(found.agent, found.graph_version))
     who = "the worker that took the edit does not carry" if elsewhere else "no live worker carries"
     error = NotCarried(
         f"{who} graph {found.agent!r} version {found.graph_version!r}, whose state schema an edit of thread "

@@ -24,13 +24,12 @@ from keepstep.priority import NORMAL
 from keepstep.store import schedules, threads, ticks
 from keepstep.store.engine import Store, Transaction
 from keepstep.store.errortext import error_text
-from keepstep.store.leases import Nudge
+from keepstep.store.leases import Nudge, carried_key
 from keepstep.store.schedules import ScheduleState
-from keepstep.store.schema import QUEUED, RUNNING, run, schedule, worker
-from keepstep.store.statements import Statement, contains, db_now, now_once, param
+from keepstep.store.schema import QUEUED, RUNNING, run, schedule
+from keepstep.store.statements import Statement, db_now, now_once, param
 from keepstep.store.threads import NewRun
 from keepstep.store.ticks import Due
-from keepstep.store.workers import carried_text
 
 log = structlog.get_logger("keepstep.store")
 
@@ -60,13 +59,6 @@ def _lock_unless_busy(dialect: str) -> Executable:
 
 _LOCK_UNLESS_BUSY = Statement(_lock_unless_busy)
 _UNDER_WAY = Statement(lambda _dialect: select(run.c.status).where(run.c.id == param("run_id")))
-_CARRIES_VERSION = Statement(
-    lambda _dialect: (
-        select(worker.c.id)
-        .where(worker.c.alive_until > db_now(), contains(worker.c.carried, param("carried")) > 0)
-        .limit(1)
-    )
-)
 _started = cast(param("run_tick"), FloatType(53)).is_not(None)
 _MOVE_ON = Statement(
     lambda _dialect: (
@@ -120,8 +112,7 @@ def carried_version(transaction: Transaction, graph: str, version: str | None) -
     """
     if version is None:
         return threads.version_carried(transaction, graph)
-    carried = transaction.row(_CARRIES_VERSION, {"carried": carried_text([(graph, version)])})
-    return None if carried is None else version
+    return version if threads.is_carried_by_anybody(transaction, carried_key(graph, version)) else None
 
 
 def not_carried(graph: str, version: str | None) -> str:

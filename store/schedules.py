@@ -107,6 +107,8 @@ _INSERT = Statement(
         updated_at=db_now(),
     )
 )
+# After somebody has changed it: its next tick, and nothing that kept it from an earlier one.
+_FRESH = {"next_at": param("next_at"), "due_at": param("next_at"), "error": None, "updated_at": db_now()}
 _REPLACE = Statement(
     lambda _dialect: (
         update(schedule)
@@ -114,10 +116,7 @@ _REPLACE = Statement(
         .values(
             **{name: param(name) for name in _SAID},
             updated_by=param("by"),
-            next_at=param("next_at"),
-            due_at=param("next_at"),
-            error=None,
-            updated_at=db_now(),
+            **_FRESH,
         )
     )
 )
@@ -127,10 +126,7 @@ _SET_PAUSED = Statement(
         .where(schedule.c.id == param("id"))
         .values(
             paused=param("paused"),
-            next_at=param("next_at"),
-            due_at=param("next_at"),
-            error=None,
-            updated_at=db_now(),
+            **_FRESH,
         )
     )
 )

@@ -8,14 +8,14 @@ from __future__ import annotations
 
 from typing import Any, NamedTuple
 
-from sqlalchemy import Text, case, func, literal, or_, select, update
+from sqlalchemy import Text, case, literal, or_, select, update
 
 from keepstep.store.checkpoints import NewCheckpoint, insert_checkpoint
 from keepstep.store.claims import CheckpointRow, checkpoint_range
 from keepstep.store.engine import Transaction
 from keepstep.store.leases import NUDGE_SECONDS, PAUSE, Nudge, is_takeable, nudge_columns, released
-from keepstep.store.schema import READY, node_run, thread, wait, worker
-from keepstep.store.statements import Statement, contains, db_now, param
+from keepstep.store.schema import READY, node_run, thread, wait
+from keepstep.store.statements import Statement, db_now, param
 from keepstep.store.threads import ThreadState
 
 
@@ -58,13 +58,6 @@ _NODE_RUNS = Statement(
         .where(*_of_step())
         .order_by(node_run.c.position)
         .with_for_update()
-    )
-)
-_SOMEBODY_CARRIES = Statement(
-    lambda _dialect: (
-        select(func.count())
-        .select_from(worker)
-        .where(worker.c.alive_until > db_now(), contains(worker.c.carried, param("key")) > 0)
     )
 )
 
@@ -136,11 +129,6 @@ def running_node_runs(transaction: Transaction, found: ThreadState) -> list[str]
     """Lock the node runs of a locked thread's fanned-out step; return those that somebody holds a lease on."""
     rows = transaction.rows(_NODE_RUNS, {"thread_id": found.id, "branch": found.branch, "seq": found.seq + 1})
     return [str(run) for run, is_held in rows if is_held]
-
-
-def is_carried_by_anybody(transaction: Transaction, key: str) -> bool:
-    """Return whether a live worker carries a graph's version (`leases.carried_key`)."""
-    return int(transaction.rows(_SOMEBODY_CARRIES, {"key": key})[0][0]) > 0
 
 
 def write(

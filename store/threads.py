@@ -170,6 +170,13 @@ _ANYBODY_CARRIES = Statement(
         .limit(1)
     )
 )
+_SOMEBODY_CARRIES = Statement(
+    lambda _dialect: (
+        select(func.count())
+        .select_from(worker)
+        .where(worker.c.alive_until > db_now(), contains(worker.c.carried, param("key")) > 0)
+    )
+)
 
 
 class RunEnd(NamedTuple):
@@ -227,6 +234,11 @@ def version_carried(transaction: Transaction, graph: str) -> str | None:
     prefix = f"\n{graph}\x1f"
     row = transaction.row(_ANYBODY_CARRIES, {"prefix": prefix})
     return None if row is None else str(row[0]).split(prefix, 1)[1].split("\n", 1)[0]
+
+
+def is_carried_by_anybody(transaction: Transaction, key: str) -> bool:
+    """Return whether a live worker carries a graph's version (`leases.carried_key`)."""
+    return int(transaction.rows(_SOMEBODY_CARRIES, {"key": key})[0][0]) > 0
 
 
 def create(

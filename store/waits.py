@@ -93,8 +93,7 @@ _OF_RUN = Statement(
 )
 _KEY_COLUMNS = [wait.c[name] for name in WaitKey._fields]
 _OF_APPROVAL = Statement(lambda _dialect: select(*_KEY_COLUMNS).where(wait.c.approval_id == param("approval_id")))
-_THREAD_OF = Statement(lambda _dialect: select(approval.c.thread_id).where(approval.c.id == param("id")))
-_THREAD_OF_TENANTS = Statement(
+_THREAD_OF = Statement(
     lambda _dialect: select(approval.c.thread_id).where(
         approval.c.id == param("id"), approval.c.tenant == param("tenant")
     )
@@ -312,15 +311,12 @@ def step_started_by(transaction: Transaction, step: str) -> str | None:
     return None if row is None else row[0]
 
 
-def thread_of_approval(transaction: Transaction, approval_id: str) -> str | None:
-    """Return the id of the thread an approval belongs to, or None: to be locked before the approval is."""
-    row = transaction.row(_THREAD_OF, {"id": approval_id})
-    return None if row is None else str(row[0])
+def thread_of_approval(transaction: Transaction, approval_id: str, tenant: str) -> str | None:
+    """Return the id of the thread that an approval of the tenant belongs to, or None. Nothing is locked.
 
-
-def thread_of_tenants_approval(transaction: Transaction, approval_id: str, tenant: str) -> str | None:
-    """Return the id of the thread that an approval of the tenant belongs to, or None. Nothing is locked."""
-    row = transaction.row(_THREAD_OF_TENANTS, {"id": approval_id, "tenant": tenant})
+    Who is to decide the approval locks its thread first.
+    """
+    row = transaction.row(_THREAD_OF, {"id": approval_id, "tenant": tenant})
     return None if row is None else str(row[0])
 
 

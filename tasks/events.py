@@ -20,6 +20,7 @@ from keepstep.store import events
 from keepstep.store.engine import Store
 from keepstep.store.events import EventView
 from keepstep.tasks import messages
+from keepstep.tasks.hangup import hang_up
 from keepstep.tasks.logs import told
 from keepstep.tasks.service import Service
 
@@ -106,11 +107,7 @@ class Events(Service):
 
     def _hang_up(self) -> None:
         connection, self._connection, self._announcer = self._connection, None, None
-        if connection is not None:
-            try:
-                connection.collect(socket_timeout=1)
-            except Exception as error:  # noqa: BLE001  it is being dropped because it does not work
-                log.debug("events_close_failed", **told(error))
+        hang_up(connection, "events_close_failed")
 
     def finish(self) -> None:
         """Close the connection."""

@@ -21,6 +21,7 @@ from keepstep.redisbroker import Channel as RedisChannel
 from keepstep.settings import Settings
 from keepstep.store.leases import Nudge
 from keepstep.tasks.config import NODE_TASK, STEP_TASK
+from keepstep.tasks.hangup import hang_up
 from keepstep.tasks.logs import told
 
 log = structlog.get_logger("keepstep.worker")
@@ -192,11 +193,7 @@ class Publisher:
 
     def _drop(self) -> None:
         connection, self._connection, self._producer = self._connection, None, None
-        if connection is not None:
-            try:
-                connection.collect(socket_timeout=1)
-            except Exception as error:  # noqa: BLE001  it is being dropped because it does not work
-                log.debug("publisher_close_failed", **told(error))
+        hang_up(connection, "publisher_close_failed")
 
     def _forget(self) -> None:
         _inherited.append((self._connection, self._producer, self._lock))

@@ -16,6 +16,7 @@ from kombu import Connection, Producer
 from keepstep import blockage, broker
 from keepstep.blockage import Blocked
 from keepstep.settings import Settings
+from keepstep.tasks.hangup import hang_up
 from keepstep.tasks.logs import told
 
 log = structlog.get_logger("keepstep.worker")
@@ -57,11 +58,7 @@ class Replies:
     def close(self) -> None:
         """Close the connection; the next reply opens another."""
         connection, self._connection, self._producer = self._connection, None, None
-        if connection is not None:
-            try:
-                connection.collect(socket_timeout=1)
-            except Exception as error:  # noqa: BLE001  it is being dropped
-                log.debug("replies_close_failed", **told(error))
+        hang_up(connection, "replies_close_failed")
 
     @contextlib.contextmanager
     def _connected(self) -> Iterator[Producer]:

@@ -13,7 +13,7 @@ from keepstep.cli import values
 from keepstep.cli.command import app, command
 from keepstep.cli.control import By, Reason, report
 from keepstep.cli.session import Session
-from keepstep.cli.start import read_input
+from keepstep.cli.start import InputFile, WholeInput, read_input
 from keepstep.errors import Ambiguous, NotFound
 from keepstep.priority import Priority
 
@@ -56,12 +56,8 @@ def add(  # noqa: PLR0913  what a schedule may say
         list[str] | None,
         typer.Argument(metavar="KEY=VALUE", help="The input of each run, as keepstep start takes it."),
     ] = None,
-    given: Annotated[
-        str | None, typer.Option("--input", "-i", metavar="JSON", help="The whole input, a JSON object; - reads it.")
-    ] = None,
-    input_file: Annotated[
-        str | None, typer.Option("--input-file", "-f", metavar="FILE", help="A file with the whole input as JSON.")
-    ] = None,
+    given: WholeInput = None,
+    input_file: InputFile = None,
     timezone: Annotated[
         str, typer.Option("--timezone", "-z", metavar="ZONE", help="Whose clocks it means, as Europe/Berlin.")
     ] = "UTC",

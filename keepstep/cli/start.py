@@ -19,6 +19,13 @@ if TYPE_CHECKING:
     from keepstep.client import Reply
     from keepstep.runtime.reader import Reader
 
+WholeInput = Annotated[
+    str | None, typer.Option("--input", "-i", metavar="JSON", help="The whole input, a JSON object; - reads it.")
+]
+InputFile = Annotated[
+    str | None, typer.Option("--input-file", "-f", metavar="FILE", help="A file with the whole input as JSON.")
+]
+
 
 @command(
     "start",
@@ -42,12 +49,8 @@ def start(
             "One JSON object is the whole input.",
         ),
     ] = None,
-    given: Annotated[
-        str | None, typer.Option("--input", "-i", metavar="JSON", help="The whole input, a JSON object; - reads it.")
-    ] = None,
-    input_file: Annotated[
-        str | None, typer.Option("--input-file", "-f", metavar="FILE", help="A file with the whole input as JSON.")
-    ] = None,
+    given: WholeInput = None,
+    input_file: InputFile = None,
     request_id: Annotated[
         str | None,
         typer.Option("--request-id", metavar="ID", help="Two starts with one request id are one run."),
